@@ -1,0 +1,33 @@
+"""One family of errors. The command line prints their text without a traceback and exits with `exit_code`."""
+
+
+class JaxckptError(Exception):
+    """Says what was found, what was expected and the way out, ready to print."""
+
+    exit_code = 2
+
+
+class ConfigError(JaxckptError):
+    """The configuration cannot be used; the text lists every problem, a line each, with its key."""
+
+
+class PlanError(JaxckptError):
+    """The state cannot be laid out on this mesh or in these memory kinds."""
+
+
+class DataError(JaxckptError):
+    """The data cannot be read, or cannot be resumed exactly."""
+
+
+class SnapshotError(JaxckptError):
+    """A snapshot cannot be written, read, or does not fit this run."""
+
+
+class DistributedError(JaxckptError):
+    """Another process did not do its part in time; the text names it."""
+
+
+class NonFiniteError(JaxckptError):
+    """The loss, a gradient or the state is no longer finite."""
+
+    exit_code = 1

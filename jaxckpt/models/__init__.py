@@ -1,0 +1,1 @@
+"""Models in plain Flax; nothing here imports the rest of the package."""
