@@ -23,6 +23,12 @@ class SnapshotError(JaxckptError):
     """A snapshot cannot be written, read, or does not fit this run."""
 
 
+class SaveError(SnapshotError):
+    """A snapshot could not be written while training; what was saved before is untouched."""
+
+    exit_code = 1
+
+
 class DistributedError(JaxckptError):
     """Another process did not do its part in time; the text names it."""
 

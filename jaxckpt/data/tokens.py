@@ -1,0 +1,380 @@
+"""Text files -> documents -> tokens -> examples that are addressed by a number.
+
+The split is by document, the tokens of a split are concatenated and cut, and every epoch has its own permutation that
+is computed, not stored. So example i is a pure function of (text, tokenizer, seq_len, holdout, seed, i), and a data
+position is one number.
+"""
+
+import glob
+import hashlib
+import json
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxckpt.errors import DataError
+
+# Goes into every fingerprint: raise it when the same text would give other examples than before.
+ALGORITHM_VERSION = 1
+END_OF_DOCUMENT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|im_end|>",
+    "<|endofdocument|>",
+)
+SHOWN_PROBLEMS = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Text to token numbers and back. `encode` gives uint16 if every token fits, else uint32, and adds nothing."""
+
+    vocab_size: int
+    eos: int
+    fingerprint: str  # sha256 in hex of what defines it
+    encode: Callable[[str], np.ndarray]
+    decode: Callable[[Sequence[int] | np.ndarray], str]
+
+
+def load_tokenizer(name: str | Path, *, eos: str | int | None = None) -> Tokenizer:
+    """The tokenizer "bytes" (256 byte values and the end of document 256), or that of a Hugging Face `tokenizer.json`.
+
+    `name` may also be the directory that holds a `tokenizer.json`. `eos` (a token or its number) wins over the usual
+    names.
+    """
+    return _byte_tokenizer(eos) if str(name) == "bytes" else _json_tokenizer(Path(name), eos)
+
+
+def _byte_tokenizer(eos: str | int | None) -> Tokenizer:
+    if eos not in (None, 256):
+        raise DataError(f"tokenizer 'bytes' ends a document with token 256 and cannot use eos={eos!r}. Leave eos out.")
+
+    def decode(tokens: Sequence[int] | np.ndarray) -> str:
+        values = np.asarray(tokens)
+        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    return Tokenizer(
+        vocab_size=257,
+        eos=256,
+        fingerprint=hashlib.sha256(b"jaxckpt bytes, end of document 256").hexdigest(),
+        encode=lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint16),
+        decode=decode,
+    )
+
+
+def _json_tokenizer(path: Path, eos: str | int | None) -> Tokenizer:
+    import tokenizers  # not needed for bytes, and start-up time counts
+
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content = path.read_bytes()
+        model = tokenizers.Tokenizer.from_str(content.decode())
+    except OSError as error:
+        raise DataError(
+            f"tokenizer '{path}' cannot be read ({error.strerror}). Give \"bytes\" or the path of a Hugging Face "
+            "tokenizer.json."
+        ) from error
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"tokenizer '{path}' is not a Hugging Face tokenizer.json: {error}. "
+            "A model's fast tokenizer writes one with save_pretrained(directory)."
+        ) from error
+    vocabulary = model.get_vocab(with_added_tokens=True)
+    # Numbers may have gaps; the embedding must reach the largest, because JAX clamps an index that is out of range in
+    # silence.
+    vocab_size = max(vocabulary.values(), default=-1) + 1
+    end = _end_of_document(path, vocabulary, vocab_size, eos)
+    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+    return Tokenizer(
+        vocab_size=vocab_size,
+        eos=end,
+        fingerprint=hashlib.sha256(content + f"\0eos {end}".encode()).hexdigest(),
+        encode=lambda text: np.array(model.encode(text, add_special_tokens=False).ids, dtype),
+        decode=lambda tokens: model.decode([int(t) for t in tokens], skip_special_tokens=True),
+    )
+
+
+def _end_of_document(path: Path, vocabulary: dict[str, int], vocab_size: int, eos: str | int | None) -> int:
+    if isinstance(eos, int) and 0 <= eos < vocab_size:
+        return eos
+    if isinstance(eos, str) and eos in vocabulary:
+        return vocabulary[eos]
+    if eos is not None:
+        raise DataError(
+            f"tokenizer '{path}' has no token {eos!r}; it has {vocab_size} tokens. Give eos one of its tokens or "
+            "numbers."
+        )
+    for token in END_OF_DOCUMENT:
+        if token in vocabulary:
+            return vocabulary[token]
+    marked = sorted(t for t in vocabulary if t[:1] in "<[" and t[-1:] in ">]" and len(t) > 2)[:10]
+    raise DataError(
+        f"tokenizer '{path}' has none of the usual end-of-document tokens {', '.join(END_OF_DOCUMENT)}. "
+        f"Name the right one with eos (tokens that look special: {', '.join(marked) or 'none'})."
+    )
+
+
+def load_text(files: Sequence[str | Path] | str | Path, *, text_field: str = "text") -> list[tuple[str, str]]:
+    """[(name, text)] of all documents, in the order of `files`.
+
+    An entry is a file (one document), a `.jsonl` file (one document a line, in `text_field`), a directory (its *.txt,
+    sorted by name) or a glob pattern (sorted). A name is relative to the directory or to the fixed part of the
+    pattern, so it does not change when the data moves to another place. Raises one DataError with every problem.
+    """
+    problems: list[str] = []
+    documents: list[tuple[str, str]] = []
+    seen: dict[Path, str] = {}
+    for entry in [files] if isinstance(files, str | Path) else files:
+        for name, path in _expand(str(entry), problems):
+            if first := seen.get(path.resolve()):
+                problems.append(f"{path}: listed twice, by '{first}' and by '{entry}'; list it once")
+                continue
+            seen[path.resolve()] = str(entry)
+            documents += _read(name, path, text_field, problems)
+    if not problems and not documents:
+        problems.append("no files are listed; list files, directories or glob patterns")
+    if problems:
+        more = [f"... and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
+        raise DataError("\n  ".join(["the text cannot be read:", *problems[:SHOWN_PROBLEMS], *more]))
+    return documents
+
+
+def _expand(entry: str, problems: list[str]) -> list[tuple[str, Path]]:
+    path = Path(entry)
+    if path.is_dir():
+        found = sorted(path.glob("*.txt"))
+        if not found:
+            problems.append(f"{entry}: the directory holds no *.txt; give a glob pattern for other names")
+        return [(f.name, f) for f in found]
+    if path.is_file():
+        return [(path.name, path)]
+    if not glob.has_magic(entry):
+        problems.append(f"{entry}: no such file or directory (looked in {Path.cwd()})")
+        return []
+    fixed = Path()
+    for part in path.parts:
+        if glob.has_magic(part):
+            break
+        fixed = fixed / part
+    matches = sorted(f for f in map(Path, glob.glob(entry, recursive=True)) if f.is_file())
+    if not matches:
+        problems.append(f"{entry}: the pattern matches no file (looked in {Path.cwd()})")
+    return [(f.relative_to(fixed).as_posix(), f) for f in matches]
+
+
+def _read(name: str, path: Path, text_field: str, problems: list[str]) -> list[tuple[str, str]]:
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        problems.append(f"{path}: cannot be read ({error.strerror})")
+        return []
+    except UnicodeDecodeError as error:
+        problems.append(f"{path}: byte {error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8")
+        return []
+    if not text.strip():
+        problems.append(f"{path}: holds no text; leave it out")
+        return []
+    if path.suffix != ".jsonl":
+        return [(name, text)]
+    documents = []
+    # Not splitlines(): it also cuts at U+2028, which JSON allows inside a string.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            value = record.get(text_field) if isinstance(record, dict) else None
+            if not isinstance(value, str):
+                problems.append(f"{path}:{number}: expected an object with a string field '{text_field}'")
+            elif not value.strip():
+                problems.append(f"{path}:{number}: field '{text_field}' is empty; leave the line out")
+            else:
+                value.encode()  # JSON can spell half a surrogate pair, which no encoding accepts
+                documents.append((f"{name}:{number}", value))
+        except ValueError as error:
+            problems.append(f"{path}:{number}: not a line of JSON text ({error})")
+    return documents
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDatasets:
+    """`train` never ends and is shuffled anew each epoch; `held_out` has a fixed order and an end."""
+
+    train: grain.MapDataset
+    held_out: grain.MapDataset  # empty if holdout is 0
+    fingerprint: str  # sha256 in hex of everything that decides which example has which number
+    train_examples: int  # in one epoch
+    train_tokens: int
+    held_out_tokens: int
+    held_out_documents: tuple[str, ...]
+
+
+def make_token_datasets(
+    documents: Sequence[tuple[str, str]], tokenizer: Tokenizer, *, seq_len: int, holdout: float, seed: int
+) -> TokenDatasets:
+    """Examples {"tokens": int32[seq_len + 1]} of `documents` ([(name, text)]), split by document into train and held
+    out.
+
+    Example i of a split is its tokens [i L, i L + L + 1): neighbours share one token, because the last target of one
+    is the first input of the next. The last piece that is shorter is dropped.
+    """
+    if seq_len < 1 or not 0 <= holdout < 1 or not documents:
+        raise DataError(
+            f"token examples need seq_len >= 1, 0 <= holdout < 1 and a document; found {seq_len=}, {holdout=}, "
+            f"{len(documents)} documents."
+        )
+    held = split_by_name([name for name, _ in documents], holdout=holdout, seed=seed)
+    train_tokens = _concatenate([text for (_, text), out in zip(documents, held, strict=True) if not out], tokenizer)
+    held_tokens = _concatenate([text for (_, text), out in zip(documents, held, strict=True) if out], tokenizer)
+    splits = [("train", train_tokens, len(held) - sum(held))] + [("held-out", held_tokens, sum(held))] * (holdout > 0)
+    short = [
+        f"the {name} split has {tokens.size} tokens ({count} documents)"
+        for name, tokens, count in splits
+        if tokens.size <= seq_len
+    ]
+    if short:
+        raise DataError(
+            f"{' and '.join(short)}, but one example takes seq_len + 1 = {seq_len + 1}. "
+            f"Give more text, a shorter seq_len, or another holdout than {holdout}."
+        )
+    digest = hashlib.sha256()
+    header = (
+        ALGORITHM_VERSION,
+        tokenizer.fingerprint,
+        seq_len,
+        float(holdout),
+        int(seed),
+        train_tokens.size,
+        held_tokens.size,
+    )
+    digest.update(json.dumps(header).encode())
+    for tokens in (train_tokens, held_tokens):
+        digest.update(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
+    train = TokenChunks(train_tokens, seq_len)
+    return TokenDatasets(
+        train=ShuffledEpochs(grain.MapDataset.source(train), seed=seed),
+        held_out=grain.MapDataset.source(TokenChunks(held_tokens, seq_len)),
+        fingerprint=digest.hexdigest(),
+        train_examples=len(train),
+        train_tokens=train_tokens.size,
+        held_out_tokens=held_tokens.size,
+        held_out_documents=tuple(name for (name, _), out in zip(documents, held, strict=True) if out),
+    )
+
+
+def _concatenate(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    eos = np.array([tokenizer.eos], dtype)
+    return np.concatenate([np.empty(0, dtype), *(part for text in texts for part in (tokenizer.encode(text), eos))])
+
+
+def split_by_name(names: Sequence[str], *, holdout: float, seed: int) -> list[bool]:
+    """Which documents are held out: about `holdout` of them, decided by a hash of (seed, name) alone.
+
+    So another document moves none of the others. The one exception: if the hashes leave a side empty, the nearest
+    document fills it.
+    """
+    if holdout == 0:
+        return [False] * len(names)
+    if len(names) < 2:
+        raise DataError(
+            f"{holdout=} needs two documents or more, one on each side; found {len(names)}. Give more files, or "
+            "holdout 0."
+        )
+    hashes = [
+        hashlib.sha256(f"jaxckpt split {seed} {name}".encode("utf-8", "surrogateescape")).digest() for name in names
+    ]
+    place = [int.from_bytes(h[:8], "big") / 2**64 for h in hashes]
+    held = [p < holdout for p in place]
+    if not any(held):
+        held[int(np.argmin(place))] = True
+    if all(held):
+        held[int(np.argmax(place))] = False
+    return held
+
+
+class TokenChunks:
+    """Random access to {"tokens": int32[seq_len + 1]} in one array of tokens."""
+
+    def __init__(self, tokens: np.ndarray, seq_len: int):
+        self._tokens, self._seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return max(0, self._tokens.size - 1) // self._seq_len
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        start = index * self._seq_len
+        return {"tokens": self._tokens[start : start + self._seq_len + 1].astype(np.int32)}
+
+
+class ShuffledEpochs(grain.MapDataset):
+    """`parent` for ever, each epoch in an order of its own: element i is element perm(seed, i // N)(i % N) of the
+    parent.
+
+    Not Grain's shuffle().repeat(): there seed s in epoch 1 equals seed s + 1 in epoch 0, and for N = 4^k + 1 it is no
+    permutation (one example never comes, another twice). Not numpy's: Generator.permutation may change between numpy
+    versions.
+    """
+
+    def __init__(self, parent: grain.MapDataset, *, seed: int):
+        super().__init__(parent)
+        self._seed = seed
+        self._epoch_len = len(parent)
+        if not 0 < self._epoch_len < sys.maxsize:
+            raise DataError(
+                f"a shuffle needs a data set with an end and at least one example; this one has {self._epoch_len}."
+            )
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        epoch, position = divmod(index, self._epoch_len)
+        return self._parent[shuffled(position, self._epoch_len, shuffle_keys(self._seed, epoch))]
+
+    def __str__(self) -> str:
+        return f"ShuffledEpochs(seed={self._seed}, epoch={self._epoch_len})"
+
+
+def shuffle_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    """Six round keys of 64 bits. Hashed, so that neighbouring seeds and epochs have nothing in common."""
+    return struct.unpack("<6Q", hashlib.sha512(f"jaxckpt shuffle {seed} {epoch}".encode()).digest()[:48])
+
+
+def shuffled(position: int, n: int, keys: tuple[int, ...]) -> int:
+    """Image of `position` under a keyed permutation of range(n), in O(1) memory.
+
+    A Feistel network over the smallest power of two >= n (each round xors one half with a hash of the other, so it
+    can be undone whatever the hash). A result outside range(n) walks on along its cycle, which must come back inside:
+    still a permutation, for every n, and fewer than two passes on average (Black and Rogaway, "Ciphers with arbitrary
+    finite domains", 2002).
+    """
+    bits = max(2, (n - 1).bit_length())
+    low_bits = bits // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
+    high, low = position >> low_bits, position & low_mask
+    while True:
+        for r in range(0, len(keys), 2):
+            high ^= _mix(low ^ keys[r]) & high_mask
+            low ^= _mix(high ^ keys[r + 1]) & low_mask
+        if (value := high << low_bits | low) < n:
+            return value
+
+
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64: all 64 bits of `x` reach the low bits."""
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ x >> 31

@@ -1,0 +1,1 @@
+"""Starting processes together, stopping them together, and waiting for each other within a limit."""

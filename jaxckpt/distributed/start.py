@@ -1,0 +1,32 @@
+"""Joining the other processes of a run."""
+
+import os
+
+import jax
+
+from jaxckpt.errors import DistributedError
+
+
+def use_cpu_devices(count: int) -> None:
+    """Simulates `count` devices a process on CPU; before anything touches a JAX backend."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def join(coordinator_address: str, num_processes: int, process_id: int, *, timeout_s: float) -> None:
+    """Connects this process to the run's coordinator, which process 0 hosts.
+
+    Returns when all `num_processes` have joined; raises DistributedError after `timeout_s`.
+    """
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or (jax.config.jax_platforms or "").startswith("cpu"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator_address, num_processes, process_id, initialization_timeout=max(1, int(timeout_s))
+        )
+    except RuntimeError as e:
+        raise DistributedError(
+            f"process {process_id} of {num_processes} could not join the run at {coordinator_address} within {timeout_s:g} s. "
+            "Process 0 must run at that address and every process must be started with the same "
+            f"distributed.coordinator_address and distributed.num_processes. ({str(e).splitlines()[0]})"
+        ) from e

@@ -1,0 +1,329 @@
+"""A Llama-family decoder in plain Flax NNX; Llama 2/3, Mistral, Qwen2/2.5 and Qwen3 are configurations of it.
+
+The weights of all layers are stacked on a leading axis and run under one `jax.lax.scan`, so tracing and compiling take the same
+time for 2 layers and for 80. `Layer` is a function of (its weights, x) that can also be called on its own.
+
+Shape letters: b batch, t token, L layers, d model width, n query heads, k key/value heads, h head width, f feed-forward width,
+v vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+# The policies of `jax.checkpoint_policies` that take no arguments.
+REMAT_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+
+# Megatron's tensor parallelism (arXiv:1909.08053, section 3): heads and feed-forward width over "tensor", so that attention and MLP
+# each end in one all-reduce; "fsdp" cuts the other large dimension. The layer axis stays whole, because `scan` slices it.
+SHARDING_RULES: tuple[tuple[str, P], ...] = (
+    (r"embed/embedding$", P("tensor", "fsdp")),
+    (r"attn/w[qkv]$", P(None, "fsdp", "tensor")),
+    (r"attn/wo$", P(None, "tensor", "fsdp")),
+    (r"attn/[qkv]_bias$", P(None, "tensor")),
+    (r"mlp/(gate|up)$", P(None, "fsdp", "tensor")),
+    (r"mlp/down$", P(None, "tensor", "fsdp")),
+    (r"norm/scale$", P()),
+    (r"lm_head/kernel$", P("fsdp", "tensor")),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the slow rotary frequencies, with the names of its `rope_scaling` on the Hugging Face hub."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The shape of a model; `head_dim=None` means d_model // num_heads. Raises ValueError with every problem, a line each.
+
+    `sliding_window=w` lets a token see itself and the w - 1 tokens before it. `remat` is "none", "full" or one of REMAT_POLICIES.
+    """
+
+    vocab_size: int
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    d_ff: int
+    head_dim: int | None = None
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    dropout: float = 0.0
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        names = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "head_dim", "sliding_window")
+        sizes = {name: getattr(self, name) for name in names}
+        problems = [f"{name} is {n}, expected at least 1" for name, n in sizes.items() if n is not None and n < 1]
+        if not problems:
+            if self.num_heads % self.num_kv_heads:
+                problems.append(f"num_heads is {self.num_heads}, expected a multiple of num_kv_heads {self.num_kv_heads}")
+            if self.head_dim is None and self.d_model % self.num_heads:
+                problems.append(
+                    f"d_model is {self.d_model}, expected a multiple of num_heads {self.num_heads}, or set head_dim"
+                )
+            if self.head_width % 2:
+                problems.append(f"head_dim is {self.head_width}, expected an even number: RoPE turns pairs")
+        if not 0.0 <= self.dropout < 1.0:
+            problems.append(f"dropout is {self.dropout}, expected 0 <= dropout < 1")
+        if self.remat not in ("none", "full", *REMAT_POLICIES):
+            problems.append(f"remat is {self.remat!r}, expected one of {', '.join(('none', 'full', *REMAT_POLICIES))}")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim if self.head_dim is not None else self.d_model // self.num_heads
+
+
+# Standard deviation 0.02 is `initializer_range` of Hugging Face's LlamaConfig; the two projections of a layer that write into the
+# residual stream are scaled by 1/sqrt(2L), as in GPT-2 (Radford et al. 2019, section 2.3).
+def _normal(*shape: int, rngs: nnx.Rngs, residual_layers: int | None = None) -> nnx.Param[jax.Array]:
+    stddev = 0.02 if residual_layers is None else 0.02 / math.sqrt(2 * residual_layers)
+    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+class RMSNorm(nnx.Module):
+    """Scales the last axis to unit root mean square, in float32, and returns the dtype of its input."""
+
+    def __init__(self, width: int, *, eps: float):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jax.lax.square(y), axis=-1, keepdims=True) + self.eps)
+        return (y * jnp.broadcast_to(self.scale[...].astype(jnp.float32), y.shape)).astype(x.dtype)
+
+
+def rope_angles(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Float32 (cos, sin) [b, t, 1, h/2] of RoPE (arXiv:2104.09864), with Llama 3.1's scaling where configured."""
+    # In Python's float64, so that the frequencies are the same bits on every backend.
+    frequencies = [config.rope_theta ** (-i / config.head_width) for i in range(0, config.head_width, 2)]
+    if (s := config.rope_scaling) is not None:
+        # `apply_scaling` of Meta's llama-models: fast waves stay, slow waves are divided by `factor`, between them a ramp. The
+        # clamp says the same in one line.
+        turns = [s.original_max_position_embeddings * f / (2 * math.pi) for f in frequencies]
+        kept = [(n - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor) for n in turns]
+        kept = [min(max(r, 0.0), 1.0) for r in kept]
+        frequencies = [f * (r + (1 - r) / s.factor) for f, r in zip(frequencies, kept, strict=True)]
+    angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(frequencies, jnp.float32)[None, None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """RoPE on x [b, t, n, h], in float32; the pair of entry i is entry i + h/2, which is Hugging Face's layout."""
+    cos, sin = rope
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention [b, t, d] -> [b, t, d]; wq [d, n*h], wk and wv [d, k*h], wo [n*h, d]."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        d, q_width, kv_width = config.d_model, config.num_heads * config.head_width, config.num_kv_heads * config.head_width
+        self.wq = _normal(d, q_width, rngs=rngs)
+        self.wk = _normal(d, kv_width, rngs=rngs)
+        self.wv = _normal(d, kv_width, rngs=rngs)
+        self.wo = _normal(q_width, d, rngs=rngs, residual_layers=config.num_layers)
+        if config.qkv_bias:
+            self.q_bias = nnx.Param(jnp.zeros(q_width, jnp.float32))
+            self.k_bias = nnx.Param(jnp.zeros(kv_width, jnp.float32))
+            self.v_bias = nnx.Param(jnp.zeros(kv_width, jnp.float32))
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_width, eps=config.norm_eps)
+            self.k_norm = RMSNorm(config.head_width, eps=config.norm_eps)
+
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array | None) -> jax.Array:
+        c, (b, t, _) = self.config, x.shape
+        q, k, v = x @ self.wq[...], x @ self.wk[...], x @ self.wv[...]
+        if c.qkv_bias:
+            q = q + jnp.broadcast_to(self.q_bias[...], q.shape)
+            k = k + jnp.broadcast_to(self.k_bias[...], k.shape)
+            v = v + jnp.broadcast_to(self.v_bias[...], v.shape)
+        q = q.reshape(b, t, c.num_heads, c.head_width)
+        k = k.reshape(b, t, c.num_kv_heads, c.head_width)
+        v = v.reshape(b, t, c.num_kv_heads, c.head_width)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        y = jax.nn.dot_product_attention(
+            _rotate(q, rope),
+            _rotate(k, rope),
+            v,
+            mask=None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :]),
+            is_causal=True,
+            local_window_size=None if c.sliding_window is None else (c.sliding_window - 1, 0),
+        )
+        return y.reshape(b, t, -1) @ self.wo[...]
+
+
+class MLP(nnx.Module):
+    """SwiGLU (arXiv:2002.05202) [b, t, d] -> [b, t, d]; gate and up [d, f], down [f, d]."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.gate = _normal(config.d_model, config.d_ff, rngs=rngs)
+        self.up = _normal(config.d_model, config.d_ff, rngs=rngs)
+        self.down = _normal(config.d_ff, config.d_model, rngs=rngs, residual_layers=config.num_layers)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+
+
+class Layer(nnx.Module):
+    """One decoder layer [b, t, d] -> [b, t, d]; `rope` comes from `rope_angles`, `segment_ids` is int32 [b, t] or None.
+
+    Its only state besides the weights is the dropout's random stream, which exists when `config.dropout > 0`.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.attn_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.attn = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array | None) -> jax.Array:
+        x = x + self.dropout(self.attn(self.attn_norm(x), rope, segment_ids))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Llama(nnx.Module):
+    """The decoder. Weights are float32 and may be cast; it computes in their dtype, but norms, softmax, RoPE and logits in float32.
+
+    Every variable under `layers` has a leading axis [L], the dropout's keys and counts too.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        normal = jax.nn.initializers.normal(0.02)
+        self.embed = nnx.Embed(config.vocab_size, config.d_model, embedding_init=normal, rngs=rngs)
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        self.layers = nnx.merge(*jax.vmap(lambda key: nnx.split(Layer(config, rngs=nnx.Rngs(key))))(keys))
+        self.final_norm = RMSNorm(config.d_model, eps=config.norm_eps)
+        if not config.tie_embeddings:
+            self.lm_head = nnx.Linear(
+                config.d_model, config.vocab_size, use_bias=False, kernel_init=normal, rngs=rngs
+            )
+
+    def __call__(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Float32 logits [b, t, v] of int32 tokens [b, t].
+
+        Tokens of different `segment_ids` [b, t] do not see each other. `positions` [b, t] count from 0 in every segment unless given.
+        A token outside the vocabulary gives NaN.
+        """
+        # `take` fills with NaN where plain indexing would silently use the last row.
+        x = jnp.take(self.embed.embedding[...], tokens, axis=0)
+        rope = rope_angles(self.config, _positions(tokens, segment_ids) if positions is None else positions)
+        x = self.final_norm(self._run_layers(x, rope, segment_ids))
+        weights, axis = (self.embed.embedding[...], 1) if self.config.tie_embeddings else (self.lm_head.kernel[...], 0)
+        # The backward pass multiplies float32 cotangents with bfloat16 weights; without the algorithm that would be a float32 matmul.
+        precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if x.dtype == weights.dtype == jnp.bfloat16 else None
+        return jax.lax.dot_general(
+            x, weights, (((2,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+
+    def _run_layers(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array | None) -> jax.Array:
+        # A plain lax.scan over the split module: nnx.scan would split and merge it at every boundary again, which costs trace time.
+        graphdef, state = nnx.split(self.layers)
+
+        def body(x, state):
+            layer = nnx.merge(graphdef, state)
+            return layer(x, rope, segment_ids), nnx.state(layer, nnx.RngCount)
+
+        remat = self.config.remat
+        if remat != "none":
+            policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)  # scan's loop already keeps the two passes apart
+        x, counts = jax.lax.scan(body, x, state)
+        # Only where dropout drew numbers, so that a model in eval mode may be closed over by a user's jit.
+        if self.config.dropout and not self.layers.dropout.deterministic:
+            nnx.update(self.layers, counts)
+        return x
+
+
+def _positions(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """int32 [1 or b, t], counting from 0 at every place where the segment id changes."""
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    if segment_ids is None:
+        return index
+    is_start = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    index = jnp.broadcast_to(index, is_start.shape)
+    return index - jax.lax.cummax(jnp.where(is_start, index, 0), axis=1)
+
+
+def loss(model: Llama, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(float32 sum of the cross-entropy over target tokens in nats, int32 number of target tokens).
+
+    `batch` holds "tokens" int32 [b, t+1], and may hold "segment_ids", "positions" and "loss_mask", each [b, t+1]. Token i+1 is the
+    target of input i; it counts where its own loss_mask is not 0 and it stands in the same segment as its input.
+    """
+    tokens, segment_ids, positions = batch["tokens"], batch.get("segment_ids"), batch.get("positions")
+    targets = tokens[:, 1:]
+    is_target = jnp.ones(targets.shape, bool)
+    if segment_ids is not None:
+        is_target &= segment_ids[:, 1:] == segment_ids[:, :-1]
+    if (loss_mask := batch.get("loss_mask")) is not None:
+        is_target &= loss_mask[:, 1:] != 0
+    logits = model(
+        tokens[:, :-1],
+        positions=None if positions is None else positions[:, :-1],
+        segment_ids=None if segment_ids is None else segment_ids[:, :-1],
+    )
+    target_logits = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
+    entropy = jax.nn.logsumexp(logits, axis=-1) - target_logits
+    return jnp.sum(jnp.where(is_target, entropy, 0.0)), jnp.sum(is_target, dtype=jnp.int32)
+
+
+def _matmul_params(config: LlamaConfig) -> int:
+    """Weights that multiply every token: all matrices of the layers, and the output head."""
+    d, h = config.d_model, config.head_width
+    attn = 2 * d * config.num_heads * h + 2 * d * config.num_kv_heads * h
+    return config.num_layers * (attn + 3 * d * config.d_ff) + d * config.vocab_size
+
+
+def num_params(config: LlamaConfig) -> int:
+    d, h = config.d_model, config.head_width
+    layer_vectors = 2 * d + config.qkv_bias * (config.num_heads + 2 * config.num_kv_heads) * h + config.qk_norm * 2 * h
+    embedding = 0 if config.tie_embeddings else d * config.vocab_size
+    return _matmul_params(config) + embedding + config.num_layers * layer_vectors + d
+
+
+def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
+    """Model FLOPs of forward and backward a token, 6 N + 12 L n h s: PaLM (arXiv:2204.02311), appendix B.
+
+    N counts the matrices with the output head and without the embedding's lookup. As in PaLM causality is not deducted, so
+    s = seq_len; with a sliding window s = min(seq_len, window). Recomputation by `remat` is not counted.
+    """
+    seen = seq_len if config.sliding_window is None else min(seq_len, config.sliding_window)
+    return 6.0 * _matmul_params(config) + 12.0 * config.num_layers * config.num_heads * config.head_width * seen
+
+
+def check_tensor_axis(config: LlamaConfig, tensor: int) -> list[str]:
+    """A line for each size that a "tensor" mesh axis of this length does not divide; empty when SHARDING_RULES fit."""
+    if tensor < 1:
+        return [f"the tensor axis is {tensor}, expected at least 1"]
+    return [
+        f"{name} is {size}, which a tensor axis of {tensor} does not divide"
+        for name in ("num_heads", "num_kv_heads", "d_ff", "vocab_size")
+        if (size := getattr(config, name)) % tensor
+    ]

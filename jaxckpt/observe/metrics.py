@@ -1,0 +1,51 @@
+"""`metrics.jsonl`: one line a step, each step once, also after a rollback."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+
+def float_bits(value: Any) -> str:
+    """8 hexadecimal digits: the bits of a float32, which a decimal cannot promise to keep."""
+    return f"{int(np.asarray(value, np.float32).view(np.uint32)):08x}"
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a metrics file, without a last line that a kill has cut."""
+    lines = []
+    for line in Path(path).read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            lines.append(json.loads(line))
+    return lines
+
+
+class MetricsFile:
+    """Appends lines; each reaches the operating system before `write` returns, so a killed process loses none."""
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        """Opens `path` and drops what lies after `resume_step`: the run is about to do those steps again."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _truncate_after(path, resume_step)
+        self._file: TextIO = path.open("a")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _truncate_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            end += len(line)
+        file.truncate(end)

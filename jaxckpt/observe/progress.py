@@ -1,0 +1,43 @@
+"""A progress bar on a terminal, plain lines elsewhere."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+PLAIN_INTERVAL_S = 5.0
+
+
+class TrainingProgress:
+    """Shows the step, the losses and the speed of a run; use as a context manager."""
+
+    def __init__(self, console: Console, *, total: int, start: int = 0) -> None:
+        self._console, self._total, self._start = console, total, start
+        self._bar: Progress | None = None
+        self._task = None
+        self._last_line = 0.0
+        if console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console)
+            self._task = self._bar.add_task("", total=total, completed=start)
+
+    def __enter__(self) -> "TrainingProgress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def show(self, step: int, *, loss: float, eval_loss: float | None, tokens_per_s: float) -> None:
+        held_out = "" if eval_loss is None else f"  held-out {eval_loss:.4f}"
+        text = f"loss {loss:.4f}{held_out}  {tokens_per_s:,.0f} tokens/s"
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        now = time.monotonic()
+        is_due = eval_loss is not None or step == self._total or now - self._last_line >= PLAIN_INTERVAL_S
+        if is_due and (self._bar is None or eval_loss is not None):
+            self._last_line = now
+            self._console.print(f"step {step}/{self._total}  {text}", highlight=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""What the training state is and where it lives."""

@@ -1,0 +1,138 @@
+"""Where every leaf of the training state lives: mesh, partition spec and memory kind, decided once.
+
+The plan is the training state with `jax.ShapeDtypeStruct(shape, dtype, sharding)` leaves. It alone drives sharded
+initialisation, the signatures of the jitted step, the restore target and the memory table.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxckpt.errors import PlanError
+from jaxckpt.state import tree
+from jaxckpt.state.train_state import TrainState
+
+Tier = Literal["device", "pinned_host"]
+Rules = Sequence[tuple[str, P]]
+
+# Gathering a leaf of this many elements or fewer costs more than keeping it whole on every device.
+SMALL_LEAF = 2**12
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The memory tier of each group of state that may leave the device."""
+
+    master: Tier = "device"
+    opt_state: Tier = "device"
+
+
+def make_plan(
+    abstract: TrainState,
+    mesh: Mesh,
+    *,
+    rules: Rules = (),
+    annotations: Mapping[str, P] | None = None,
+    placement: Placement = Placement(),
+) -> TrainState:
+    """Attaches a sharding to every leaf of `abstract`.
+
+    A parameter takes the first rule whose regex is found in its path, else its entry in `annotations` (the model's
+    own partition specs by parameter path), else FSDP over its largest dimension that the axis divides, else it is
+    replicated. A leaf of the master weights or of the optimizer state whose path ends with a parameter's path and
+    that has its shape goes with that parameter. Raises PlanError with every leaf that cannot be laid out.
+    """
+    problems: list[str] = []
+    specs = {
+        path: _spec(path, x.shape, mesh, rules, annotations or {}, problems)
+        for path, x in tree.flatten(abstract.params).items()
+    }
+    shapes = {path: x.shape for path, x in tree.flatten(abstract.params).items()}
+    tiers = {"master": placement.master, "opt_state": placement.opt_state}
+    _check_tiers(tiers, mesh, problems)
+
+    def place(path: str, x: Any) -> jax.ShapeDtypeStruct:
+        group, _, rest = path.partition("/")
+        parameter = _owner(rest, x.shape, shapes)
+        spec = specs[parameter] if parameter else _fsdp_spec(x.shape, mesh)
+        # Scalars (step counts) stay on the device: moving them would cost a copy each and save nothing.
+        kind = tiers.get(group, "device") if x.ndim else "device"
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
+
+    plan = tree.map_with_path(place, abstract)
+    if problems:
+        raise PlanError("the state cannot be laid out on this mesh:\n" + "\n".join(f"  {p}" for p in problems))
+    tree.flatten(plan)  # refuses paths that the disk could not tell apart
+    return plan
+
+
+def shardings(plan: Any, memory_kind: str | None = None) -> Any:
+    """The sharding of every leaf, in its planned memory kind or all in `memory_kind`."""
+    return jax.tree.map(lambda x: x.sharding.with_memory_kind(memory_kind) if memory_kind else x.sharding, plan)
+
+
+def _owner(path: str, shape: tuple[int, ...], parameters: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The longest parameter path that ends `path`, if that parameter has this shape."""
+    parts = path.split("/")
+    for start in range(len(parts)):
+        name = "/".join(parts[start:])
+        if name in parameters:
+            return name if parameters[name] == shape else None
+    return None
+
+
+def _fsdp_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
+    size = mesh.shape.get("fsdp", 1)
+    if size > 1 and math.prod(shape) > SMALL_LEAF:
+        for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+            if shape[dim] % size == 0:
+                return P(*[None] * dim, "fsdp")
+    return P()
+
+
+def _spec(
+    path: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules, annotations: Mapping[str, P], problems: list[str]
+) -> P:
+    for pattern, spec in rules:
+        if re.search(pattern, path):
+            _check_spec(path, shape, mesh, spec, f"rule {pattern!r}", problems)
+            return spec
+    if path in annotations:
+        spec = annotations[path]
+        _check_spec(path, shape, mesh, spec, "the model's own annotation", problems)
+        return spec
+    return _fsdp_spec(shape, mesh)
+
+
+def _check_spec(path: str, shape: tuple[int, ...], mesh: Mesh, spec: P, source: str, problems: list[str]) -> None:
+    if len(spec) > len(shape):
+        problems.append(f"params/{path} has {len(shape)} dimension(s) {shape} and {source} names {len(spec)}: {spec}")
+        return
+    for dim, axes in enumerate(spec):
+        names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+        unknown = [a for a in names if a not in mesh.shape]
+        if unknown:
+            problems.append(f"params/{path}: {source} names the mesh axis {unknown[0]!r}; there are {list(mesh.shape)}")
+            continue
+        size = math.prod(mesh.shape[a] for a in names)
+        if shape[dim] % size:
+            problems.append(
+                f"params/{path} has shape {shape}; {source} splits dimension {dim} of {shape[dim]} in {size} "
+                f"({' x '.join(f'{a}={mesh.shape[a]}' for a in names)}), which does not divide it"
+            )
+
+
+def _check_tiers(tiers: Mapping[str, str], mesh: Mesh, problems: list[str]) -> None:
+    device = mesh.local_devices[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    for group, tier in tiers.items():
+        if tier not in ("device", "pinned_host"):
+            problems.append(f"placement.{group}: {tier!r} is no tier; there are 'device' and 'pinned_host'")
+        elif tier == "pinned_host" and tier not in kinds:
+            problems.append(f"placement.{group}: this {device.platform} device has no pinned_host memory, only {kinds}")

@@ -1,0 +1,1 @@
+"""How a step changes the training state."""

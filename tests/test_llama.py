@@ -1,0 +1,453 @@
+"""Llama against Hugging Face's own models, and what the trainer relies on: stacked layers, dropout streams, sums, shardings."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxckpt.models import llama
+from jaxckpt.models.llama import Llama, LlamaConfig, RopeScaling
+
+# Float32 sums over at most 64 terms in another order (torch, another batch shape, another mesh), values around 1, three layers.
+ATOL = 2e-5
+SMALL = dict(vocab_size=64, num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48)
+ROPE_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+
+
+def make_model(seed: int = 0, **changes) -> Llama:
+    """A model whose weights are all random and large enough that attention is far from uniform."""
+    model = Llama(LlamaConfig(**{**SMALL, **changes}), rngs=nnx.Rngs(seed))
+    rng = np.random.default_rng(seed)
+    for path, shape in param_shapes(model).items():
+        noise = rng.normal(0.0, 0.3, shape)
+        set_param(model, path, 1.0 + noise if "norm" in path else noise)
+    return model
+
+
+def tokens_of(b: int, t: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, SMALL["vocab_size"], (b, t)), jnp.int32)
+
+
+def flat(state) -> dict[str, jax.Array]:
+    return {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+
+
+def param_shapes(model: Llama) -> dict[str, tuple[int, ...]]:
+    return {path: leaf.shape for path, leaf in flat(nnx.state(model, nnx.Param)).items()}
+
+
+def set_param(model: Llama, path: str, value: np.ndarray) -> None:
+    variable = functools.reduce(getattr, path.split("/"), model)
+    assert variable.shape == value.shape, path
+    variable[...] = jnp.asarray(value, variable.dtype)
+
+
+def summed_grads(model: Llama, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    def run(params, rest, batch):
+        def summed(params):
+            return llama.loss(nnx.merge(graphdef, params, rest, copy=True), batch)[0]
+
+        return jax.value_and_grad(summed)(params)
+
+    value, grads = run(params, rest, batch)
+    return value, flat(grads)
+
+
+# Ours, Hugging Face's, and whether the matrix is transposed.
+LAYER_TABLE = (
+    ("attn_norm/scale", "input_layernorm.weight", False),
+    ("attn/wq", "self_attn.q_proj.weight", True),
+    ("attn/wk", "self_attn.k_proj.weight", True),
+    ("attn/wv", "self_attn.v_proj.weight", True),
+    ("attn/wo", "self_attn.o_proj.weight", True),
+    ("attn/q_bias", "self_attn.q_proj.bias", False),
+    ("attn/k_bias", "self_attn.k_proj.bias", False),
+    ("attn/v_bias", "self_attn.v_proj.bias", False),
+    ("attn/q_norm/scale", "self_attn.q_norm.weight", False),
+    ("attn/k_norm/scale", "self_attn.k_norm.weight", False),
+    ("mlp_norm/scale", "post_attention_layernorm.weight", False),
+    ("mlp/gate", "mlp.gate_proj.weight", True),
+    ("mlp/up", "mlp.up_proj.weight", True),
+    ("mlp/down", "mlp.down_proj.weight", True),
+)
+EDGE_TABLE = (
+    ("embed/embedding", "model.embed_tokens.weight", False),
+    ("final_norm/scale", "model.norm.weight", False),
+    ("lm_head/kernel", "lm_head.weight", True),
+)
+HF_ROPE_SCALING = {"rope_type": "llama3", **{name: getattr(ROPE_SCALING, name) for name in vars(ROPE_SCALING)}}
+HF_FAMILIES = {
+    "llama3": ("Llama", {"rope_scaling": HF_ROPE_SCALING}, {"rope_scaling": ROPE_SCALING}),
+    "llama_untied_heads": ("Llama", {"head_dim": 16}, {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": 5}, {"sliding_window": 5}),
+    "qwen2": ("Qwen2", {}, {"qkv_bias": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16}, {"qk_norm": True, "head_dim": 16}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch and transformers warn about themselves
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+@pytest.mark.parametrize("family", HF_FAMILIES)
+def test_logits_equal_hugging_face(family, tie_embeddings):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    class_name, theirs, ours = HF_FAMILIES[family]
+    # An epsilon as large as the mean square itself, so that ignoring it would show.
+    eps, theta = 0.03, 500.0
+    hf_config = getattr(transformers, f"{class_name}Config")(
+        vocab_size=SMALL["vocab_size"],
+        num_hidden_layers=SMALL["num_layers"],
+        hidden_size=SMALL["d_model"],
+        num_attention_heads=SMALL["num_heads"],
+        num_key_value_heads=SMALL["num_kv_heads"],
+        intermediate_size=SMALL["d_ff"],
+        max_position_embeddings=256,
+        rms_norm_eps=eps,
+        rope_theta=theta,
+        tie_word_embeddings=tie_embeddings,
+        attn_implementation="eager",
+        **theirs,
+    )
+    hf_model = getattr(transformers, f"{class_name}ForCausalLM")(hf_config).eval()
+    model = make_model(rope_theta=theta, norm_eps=eps, tie_embeddings=tie_embeddings, **ours)
+
+    hf_state = {name: np.zeros(0) for name, _ in hf_model.named_parameters()}
+    for path, value in flat(nnx.state(model, nnx.Param)).items():
+        layer_path = path.removeprefix("layers/")
+        [(_, name, is_transposed)] = [row for row in LAYER_TABLE + EDGE_TABLE if row[0] == layer_path]
+        value = np.asarray(value).swapaxes(-1, -2) if is_transposed else np.asarray(value)
+        if path == layer_path:
+            hf_state[name] = value
+        else:
+            hf_state.update({f"model.layers.{i}.{name}": value[i] for i in range(len(value))})
+    with torch.no_grad():
+        for name, parameter in hf_model.named_parameters():
+            parameter.copy_(torch.from_numpy(np.array(hf_state.pop(name))))
+    assert not hf_state
+
+    tokens = tokens_of(2, 40)
+    with torch.no_grad():
+        expected = hf_model(torch.from_numpy(np.array(tokens, np.int64))).logits.numpy()
+    logits = model(tokens)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, atol=ATOL * np.abs(expected).max(), rtol=0)
+
+
+PACKED_LENGTHS = (5, 9, 2)
+
+
+def packed_documents() -> tuple[list[jax.Array], dict[str, jax.Array]]:
+    documents = [tokens_of(1, t, seed=t) for t in PACKED_LENGTHS]
+    segment_ids = jnp.asarray(np.repeat([[4, 2, 9]], PACKED_LENGTHS, axis=1), jnp.int32)
+    return documents, {"tokens": jnp.concatenate(documents, axis=1), "segment_ids": segment_ids}
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_documents_equal_documents_one_by_one(window):
+    model = make_model(sliding_window=window)
+    documents, batch = packed_documents()
+    logits = model(batch["tokens"], segment_ids=batch["segment_ids"])
+    expected = jnp.concatenate([model(document) for document in documents], axis=1)
+    np.testing.assert_allclose(logits, expected, atol=ATOL * float(jnp.abs(expected).max()), rtol=0)
+
+    restarted = jnp.concatenate([jnp.arange(t, dtype=jnp.int32) for t in PACKED_LENGTHS])[None]
+    explicit = model(batch["tokens"], segment_ids=batch["segment_ids"], positions=restarted)
+    assert np.array_equal(logits, explicit)
+
+
+def test_packed_loss_is_the_sum_of_the_documents_losses():
+    model = make_model()
+    documents, batch = packed_documents()
+    value, count = llama.loss(model, batch)
+    expected = [llama.loss(model, {"tokens": document}) for document in documents]
+    assert int(count) == sum(int(n) for _, n in expected) == sum(PACKED_LENGTHS) - len(PACKED_LENGTHS)
+    np.testing.assert_allclose(value, sum(float(s) for s, _ in expected), rtol=ATOL)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_later_token_does_not_change_earlier_logits(window):
+    model = make_model(sliding_window=window)
+    tokens = tokens_of(2, 12)
+    changed = model(tokens.at[:, 7].add(1) % SMALL["vocab_size"])
+    logits = model(tokens)
+    assert np.array_equal(logits[:, :7], changed[:, :7])
+    assert not np.array_equal(logits[:, 7], changed[:, 7])
+    if window:  # through 3 layers a token reaches 3 * (window - 1) tokens further and no more
+        assert not np.array_equal(logits[:, 10], changed[:, 10])
+
+
+def test_a_sliding_window_holds_the_token_itself_and_the_ones_before_it():
+    model = make_model(num_layers=1, sliding_window=3)
+    tokens = tokens_of(1, 8)
+    is_changed = np.any(model(tokens) != model(tokens.at[:, 2].add(1) % SMALL["vocab_size"]), axis=(0, 2))
+    assert is_changed.tolist() == [False, False, True, True, True, False, False, False]
+
+
+def test_loss_sums_the_cross_entropy_of_unmasked_targets():
+    model = make_model()
+    tokens = tokens_of(2, 9)
+    loss_mask = jnp.asarray(np.random.default_rng(1).integers(0, 2, (2, 9)), jnp.int32)
+    value, count = llama.loss(model, {"tokens": tokens, "loss_mask": loss_mask})
+    assert value.dtype == jnp.float32 and count.dtype == jnp.int32
+
+    logits, expected, expected_count = np.asarray(model(tokens[:, :-1]), np.float64), 0.0, 0
+    for row in range(2):
+        for i in range(8):
+            if loss_mask[row, i + 1]:
+                expected += np.log(np.exp(logits[row, i]).sum()) - logits[row, i, tokens[row, i + 1]]
+                expected_count += 1
+    assert 0 < expected_count < 16
+    assert int(count) == expected_count
+    np.testing.assert_allclose(value, expected, rtol=ATOL)
+
+
+def test_a_masked_target_does_not_change_the_loss():
+    model = make_model()
+    tokens = tokens_of(2, 9)
+    loss_mask = jnp.ones((2, 9), bool).at[:, -1].set(False)
+    value, count = llama.loss(model, {"tokens": tokens, "loss_mask": loss_mask})
+    other, _ = llama.loss(model, {"tokens": tokens.at[:, -1].add(1) % 64, "loss_mask": loss_mask})
+    assert np.array_equal(value, other)
+    assert int(count) == 14
+
+
+def test_a_token_outside_the_vocabulary_gives_nan():
+    model = make_model()
+    assert bool(jnp.isnan(llama.loss(model, {"tokens": tokens_of(1, 6).at[0, 2].set(64)})[0]))
+
+
+def set_keys(model: Llama, keys: jax.Array) -> None:
+    """What the trainer does before every step: new keys, counts from 0."""
+    model.layers.dropout.rngs.key[...] = keys
+    model.layers.dropout.rngs.count[...] = jnp.zeros(keys.shape, jnp.uint32)
+
+
+def test_dropout_differs_between_two_calls_and_is_off_in_eval_mode():
+    model, plain = make_model(dropout=0.5), make_model()
+    tokens = tokens_of(1, 6)
+    model.train()
+    keys = model.layers.dropout.rngs.key[...]
+    first, second = model(tokens), model(tokens)
+    assert not np.array_equal(first, second)
+    set_keys(model, keys)
+    assert np.array_equal(model(tokens), first)
+
+    @nnx.jit
+    def twice(model, tokens):
+        return model(tokens), model(tokens)
+
+    one, two = twice(model, tokens)
+    assert not np.array_equal(one, two)
+    assert np.array_equal(model.layers.dropout.rngs.count[...], np.full(3, 6))  # two draws a layer and call
+
+    model.eval()
+    assert np.array_equal(model(tokens), plain(tokens))
+    assert np.array_equal(model.layers.dropout.rngs.count[...], np.full(3, 6))
+    closed_over = jax.jit(lambda tokens: model(tokens))(tokens)  # nothing is written in eval mode
+    np.testing.assert_allclose(closed_over, model(tokens), atol=ATOL * float(jnp.abs(closed_over).max()), rtol=0)
+
+
+def test_each_layer_draws_dropout_from_its_own_key():
+    model = make_model(dropout=0.5, num_layers=2)
+    tokens = tokens_of(1, 6)
+    keys = model.layers.dropout.rngs.key[...]
+    assert keys.shape == (2,)
+    assert not np.array_equal(jax.random.key_data(keys[0]), jax.random.key_data(keys[1]))
+    outputs = []
+    for chosen in ([0, 1], [0, 0], [1, 1], [1, 0]):
+        set_keys(model, keys[jnp.asarray(chosen)])
+        outputs.append(np.asarray(model(tokens)))
+    assert all(not np.array_equal(outputs[i], outputs[j]) for i in range(4) for j in range(i))
+
+
+def test_a_layer_can_be_called_on_its_own_weights():
+    model = make_model()
+    tokens = tokens_of(2, 7)
+    graphdef, stacked = nnx.split(model.layers)
+    x = model.embed.embedding[...][tokens]
+    rope = llama.rope_angles(model.config, jnp.arange(7)[None])
+    for i in range(3):
+        x = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))(x, rope, None)
+    logits = model.final_norm(x) @ model.lm_head.kernel[...]
+    np.testing.assert_allclose(model(tokens), logits, atol=ATOL * float(jnp.abs(logits).max()), rtol=0)
+
+
+def test_the_traced_program_does_not_grow_with_the_layers():
+    def lines(num_layers):
+        model = make_model(num_layers=num_layers, remat="full")
+        graphdef, state = nnx.split(model)
+        step = jax.grad(lambda state, batch: llama.loss(nnx.merge(graphdef, state), batch)[0])
+        return len(str(jax.make_jaxpr(step)(state, {"tokens": tokens_of(1, 5)})).splitlines())
+
+    assert lines(2) == lines(6)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_remat_does_not_change_the_gradients(dropout):
+    batch = {"tokens": tokens_of(2, 9)}
+    _, expected = summed_grads(make_model(dropout=dropout), batch)
+    for remat in ("full", *llama.REMAT_POLICIES):
+        _, grads = summed_grads(make_model(dropout=dropout, remat=remat), batch)
+        for path, grad in grads.items():
+            assert np.array_equal(grad, expected[path]), (remat, path)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "qkv_bias": True, "qk_norm": True, "dropout": 0.1}])
+def test_bfloat16_weights_compute_in_bfloat16_and_give_float32_logits(changes):
+    model = make_model(**changes)
+    model.eval()
+    expected = model(tokens_of(2, 9))
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
+    logits = model(tokens_of(2, 9))
+    assert logits.dtype == jnp.float32
+    # Eight bits of mantissa, through three layers.
+    np.testing.assert_allclose(logits, expected, atol=0.1 * float(jnp.abs(expected).max()), rtol=0)
+    _, grads = summed_grads(model, {"tokens": tokens_of(2, 9)})
+    assert {grad.dtype for grad in grads.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert all(bool(jnp.all(jnp.isfinite(grad))) for grad in grads.values())
+    rope = llama.rope_angles(model.config, jnp.arange(9)[None])
+    x = jnp.ones((1, 9, 32), jnp.bfloat16)
+    graphdef, stacked = nnx.split(model.layers)
+    assert nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], stacked))(x, rope, None).dtype == jnp.bfloat16
+
+
+ALL_KINDS = (
+    {},
+    {"tie_embeddings": True},
+    {"qkv_bias": True, "dropout": 0.1},
+    {"qk_norm": True, "head_dim": 10, "num_kv_heads": 1},
+)
+
+
+@pytest.mark.parametrize("changes", ALL_KINDS)
+def test_num_params_equals_the_real_count(changes):
+    model = make_model(**changes)
+    assert llama.num_params(model.config) == sum(math.prod(shape) for shape in param_shapes(model).values())
+
+
+LLAMA2_7B = dict(vocab_size=32000, num_layers=32, d_model=4096, num_heads=32, num_kv_heads=32, d_ff=11008)
+LLAMA3_8B = dict(vocab_size=128256, num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_ff=14336)
+MISTRAL_7B = dict(vocab_size=32000, num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_ff=14336)
+QWEN25_05B = dict(vocab_size=151936, num_layers=24, d_model=896, num_heads=14, num_kv_heads=2, d_ff=4864)
+QWEN3_06B = dict(vocab_size=151936, num_layers=28, d_model=1024, num_heads=16, num_kv_heads=8, d_ff=3072, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "published"),
+    [
+        (LLAMA2_7B, 6_738_415_616),
+        (LLAMA3_8B, 8_030_261_248),
+        (MISTRAL_7B, 7_241_732_096),
+        (QWEN25_05B | {"qkv_bias": True, "tie_embeddings": True}, 494_032_768),
+        (QWEN3_06B | {"qk_norm": True, "tie_embeddings": True}, 596_049_920),
+    ],
+)
+def test_num_params_equals_the_published_count(shape, published):
+    assert llama.num_params(LlamaConfig(**shape)) == published
+
+
+def test_flops_count_matrices_and_the_attention_that_the_window_leaves():
+    config = LlamaConfig(**LLAMA2_7B)
+    matrices = 6_738_415_616 - 32000 * 4096 - 65 * 4096  # without the lookup and the norms
+    assert llama.flops_per_token(config, 2048) == 6 * matrices + 12 * 32 * 4096 * 2048
+    windowed = LlamaConfig(**LLAMA2_7B, sliding_window=512)
+    assert llama.flops_per_token(windowed, 2048) == llama.flops_per_token(config, 512)
+
+
+def test_all_problems_of_a_config_are_raised_at_once():
+    with pytest.raises(ValueError) as error:
+        LlamaConfig(**SMALL | {"num_kv_heads": 3, "head_dim": 7}, dropout=1.0, remat="offload_everything")
+    lines = str(error.value).splitlines()
+    assert [line.split()[0] for line in lines] == ["num_heads", "head_dim", "dropout", "remat"]
+    with pytest.raises(ValueError, match="d_model is 30"):
+        LlamaConfig(**SMALL | {"d_model": 30})
+    with pytest.raises(ValueError, match="num_layers is 0"):
+        LlamaConfig(**SMALL | {"num_layers": 0})
+    with pytest.raises(ValueError, match="sliding_window is 0"):
+        LlamaConfig(**SMALL, sliding_window=0)
+
+
+def test_check_tensor_axis_names_what_it_cannot_divide():
+    config = LlamaConfig(**SMALL)
+    assert llama.check_tensor_axis(config, 1) == []
+    assert llama.check_tensor_axis(config, 2) == []
+    assert llama.check_tensor_axis(config, 4) == ["num_kv_heads is 2, which a tensor axis of 4 does not divide"]
+    assert [line.split()[0] for line in llama.check_tensor_axis(config, 5)] == [
+        "num_heads",
+        "num_kv_heads",
+        "d_ff",
+        "vocab_size",
+    ]
+    assert len(llama.check_tensor_axis(config, 0)) == 1
+
+
+def rule_of(path: str) -> str | None:
+    return next((pattern for pattern, _ in llama.SHARDING_RULES if re.search(pattern, path)), None)
+
+
+def test_every_rule_matches_a_parameter_and_every_matrix_has_a_rule():
+    used = set()
+    for changes in ({"qkv_bias": True, "qk_norm": True}, {"tie_embeddings": True}):
+        for path, shape in param_shapes(make_model(**changes)).items():
+            rule = rule_of(path)
+            assert rule is not None or len(shape) < 2, path
+            assert rule_of(f"opt_state/0/mu/{path}") == rule
+            used.add(rule)
+    assert {pattern for pattern, _ in llama.SHARDING_RULES} <= used
+
+
+def test_paths_say_what_weight_decay_leaves_out():
+    paths = param_shapes(make_model(qkv_bias=True, qk_norm=True))
+    excluded = {path.removeprefix("layers/") for path in paths if re.search("(norm|bias|scale)", path)}
+    assert excluded == {
+        *("attn_norm/scale", "mlp_norm/scale", "final_norm/scale", "attn/q_norm/scale", "attn/k_norm/scale"),
+        *("attn/q_bias", "attn/k_bias", "attn/v_bias"),
+    }
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "qkv_bias": True, "qk_norm": True, "remat": "full"}])
+def test_a_sharded_model_equals_the_model_on_one_device(changes):
+    model = make_model(**changes)
+    batch = {"tokens": tokens_of(4, 9), "segment_ids": jnp.asarray(np.repeat([[1, 2]] * 4, [4, 5], axis=1), jnp.int32)}
+    value, grads = summed_grads(model, batch)
+
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    rules = dict(llama.SHARDING_RULES)
+    for path in param_shapes(model):
+        variable = functools.reduce(getattr, path.split("/"), model)
+        rule = rule_of(path)
+        assert rule is not None
+        variable[...] = jax.device_put(variable[...], NamedSharding(mesh, rules[rule]))
+    assert model.layers.attn.wq[...].addressable_shards[0].data.shape == (3, 16, 16)
+    batch = jax.device_put(batch, NamedSharding(mesh, P(("data", "fsdp"))))
+    sharded_value, sharded_grads = summed_grads(model, batch)
+    np.testing.assert_allclose(sharded_value, value, rtol=ATOL)
+    for path, grad in grads.items():
+        np.testing.assert_allclose(
+            sharded_grads[path], grad, atol=ATOL * float(jnp.abs(grad).max()), rtol=0, err_msg=path
+        )
+
+
+def test_initial_weights_are_normal_and_projections_into_the_residual_stream_are_smaller():
+    params = flat(nnx.state(Llama(LlamaConfig(**SMALL), rngs=nnx.Rngs(0)), nnx.Param))
+    for path, value in params.items():
+        if "norm" in path:
+            assert np.array_equal(value, np.ones(value.shape)), path
+        else:
+            expected = 0.02 / math.sqrt(6) if path.endswith(("wo", "down")) else 0.02
+            # At least 2048 draws: the sample's deviation is within 5 of its own deviations, 1/sqrt(2 * 2048).
+            assert abs(float(jnp.std(value)) / expected - 1) < 5 / math.sqrt(2 * value.size), path
+    wq = params["layers/attn/wq"]
+    assert not np.array_equal(wq[0], wq[1])
