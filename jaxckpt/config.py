@@ -1,6 +1,6 @@
-"""A run's configuration: a YAML file and `key=value` overrides, checked as a whole, and the table of its keys.
+"""A run's configuration: a YAML file and `key=value` overrides, checked as a whole.
 
-The sections come first (each key's meaning is the docstring under it), then loading, then what a resumed run may change.
+The sections come first (each key's meaning is the docstring under it), then loading, resuming, and the table of keys.
 Nothing heavy is imported, so that `python -m jaxckpt config` answers at once.
 """
 
@@ -36,7 +36,7 @@ from jaxckpt.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
 
-# --- types of values ---------------------------------------------------------------------------------------------------
+# --- types of values --------------------------------------------------------------------------------------------------
 
 
 def _number(value: Any) -> Any:
@@ -97,18 +97,20 @@ Regex = Annotated[str, AfterValidator(_regex)]
 Text = Annotated[str, Field(min_length=1)]
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Files = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
-Rules = Annotated[dict[str, list[str | None | list[str]]], AfterValidator(_rules)]
+Rules = Annotated[dict[str, list[str | list[str] | None]], AfterValidator(_rules)]
 ComputeDtype = Literal["float32", "bfloat16"]
 Tier = Literal["device", "pinned_host"]
+Remat = Literal[
+    "none", "full", "everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"
+]
 
-# --- sections ----------------------------------------------------------------------------------------------------------
+# --- sections ---------------------------------------------------------------------------------------------------------
 
 
 class Config(BaseModel):
     """A section. The class docstring is for readers of the code; users see the docstrings of the keys."""
 
-    # Our keys `model` and `model...` are fine: only pydantic's own methods are out of bounds, and it checks those itself.
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class RopeScaling(Config):
@@ -157,8 +159,9 @@ class Llama(Config):
     """tokens that a position attends to, itself included; null: all before it"""
     dropout: Below1 = 0.0
     """share of activations dropped while training"""
-    remat: Literal["none", "dots", "full"] = "none"
-    """what backward computes again: none, all but matrix products (dots), or whole layers (full)"""
+    remat: Remat = "none"
+    """what a layer's backward computes again: nothing (none), everything but its input (full), or what the
+    jax.checkpoint policy of that name does not save"""
     compute_dtype: ComputeDtype = "bfloat16"
     """dtype of weights and activations in forward and backward; bfloat16 keeps float32 master weights beside"""
 
@@ -209,7 +212,7 @@ class ImportData(Config):
 
 
 class Schedule(Config):
-    """Learning rate over optimizer steps: linear warmup from 0 to the peak, then what `name` says down to `decay_steps`."""
+    """Learning rate over optimizer steps: linear warmup to the peak, then what `name` says until `decay_steps`."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """after the warmup: stay, fall linearly, fall as a cosine, or stay and fall linearly at the end (wsd)"""
@@ -292,7 +295,7 @@ class Muon(_Optimizer):
     ns_steps: Count = 5
     """Newton-Schulz iterations"""
     consistent_rms: Positive | None = 0.2
-    """scales a matrix's update to this root mean square, so that AdamW's learning rates fit; null: sqrt(fan_out / fan_in)"""
+    """scales a matrix's update to this root mean square, as AdamW's is; null: sqrt(fan_out / fan_in)"""
     weight_decay: NonNegative = 0.1
     """decoupled weight decay of all parameters, multiplied with the learning rate"""
     adam_b1: Below1 = 0.9
@@ -315,7 +318,7 @@ class SGD(_Optimizer):
 class ImportOptimizer(_Optimizer):
     name: Literal["import"] = "import"
     """which optimizer, all of optax; `import` calls your own"""
-    lr: Positive | None = None
+    lr: Positive | None = None  # pyright: ignore[reportIncompatibleVariableOverride]  (sections are frozen)
     """peak learning rate; null: target decides, and the schedule is unused"""
     target: Target
     """pkg.mod:thing, called as thing(learning_rate, **args), where lr is null as thing(**args);
@@ -334,7 +337,7 @@ class Mesh(Config):
     cpu_devices: Count | None = None
     """simulate this many devices in each process, on CPU; null: the real devices"""
     rules: Rules = {}
-    """regex on a parameter's path: [mesh axis, list of axes or null for each dimension]; tried before the model's own"""
+    """regex on a parameter's path: [axis, list of axes or null for each dimension]; tried before the model's own"""
 
 
 class Placement(Config):
@@ -411,15 +414,15 @@ class RunConfig(Config):
 
 
 def _conflicts(values: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each pair of keys that do not fit together; keys that are themselves wrong are absent from `values`."""
-    get = values.get
+    """A line for each pair of keys that do not fit together; keys that are wrong by themselves are absent."""
+
+    def get(key: str, default: Any = None) -> Any:
+        return values.get(key, default)
 
     def have(*keys: str) -> bool:
         return all(get(key) is not None for key in keys)
 
-    warmup, decay, steps = (
-        get(k) for k in ("optimizer.schedule.warmup_steps", "optimizer.schedule.decay_steps", "steps")
-    )
+    steps, warmup, decay = get("steps"), get("optimizer.schedule.warmup_steps"), get("optimizer.schedule.decay_steps")
     end, end_key = (decay, "optimizer.schedule.decay_steps") if decay is not None else (steps, "steps")
     if warmup is not None and end is not None:
         schedule = get("optimizer.schedule.name")
@@ -433,14 +436,14 @@ def _conflicts(values: Mapping[str, Any]) -> Iterator[str]:
             )
     batch, accumulation = get("data.batch_size"), get("optimizer.accumulation_steps")
     if have("data.batch_size", "optimizer.accumulation_steps") and batch % accumulation:
-        yield f"data.batch_size: {batch} cannot be split into optimizer.accumulation_steps={accumulation} equal microbatches"
+        yield f"data.batch_size: {batch} is not divisible by optimizer.accumulation_steps={accumulation}"
 
     heads, kv_heads, width, head = (get(f"model.{k}") for k in ("num_heads", "num_kv_heads", "d_model", "head_dim"))
     if have("model.num_heads", "model.num_kv_heads") and heads % kv_heads:
         yield f"model.num_kv_heads: {kv_heads} does not divide model.num_heads={heads}"
     if have("model.num_heads", "model.d_model") and head is None and "model.head_dim" in values:
         if width % heads:
-            yield f"model.d_model: {width} cannot be split into model.num_heads={heads}; change one or set model.head_dim"
+            yield f"model.d_model: {width} is not divisible by model.num_heads={heads}; or set model.head_dim"
         elif width // heads % 2:
             yield f"model.head_dim: {width // heads} (d_model / num_heads) is odd; rotary embeddings need pairs"
     if head is not None and head % 2:
@@ -456,8 +459,8 @@ def _conflicts(values: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"mesh.{axis}: expected at least 1 device, or -1, found 0" for axis in AXES if get(f"mesh.{axis}") == 0)
     if get("placement.master") == "pinned_host" and get("model.compute_dtype") == "float32":
         yield (
-            "placement.master: pinned_host moves float32 master weights, and model.compute_dtype=float32 has none beside "
-            "the weights; use compute_dtype bfloat16 or leave master on the device"
+            "placement.master: pinned_host moves the float32 master weights, and with model.compute_dtype=float32 "
+            "there are none beside the weights; use bfloat16 or leave master on the device"
         )
     if get("eval.every") is not None:
         if get("data.holdout") == 0:
@@ -473,7 +476,7 @@ def _conflicts(values: Mapping[str, Any]) -> Iterator[str]:
         yield f"{group[2]}: {values[group[2]]} is not below num_processes={values[group[1]]}; processes count from 0"
 
 
-# --- loading -----------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -509,10 +512,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def resolve(config: RunConfig, stored: Mapping[str, Any] | None) -> RunConfig:
-    """`config` with a null optimizer.schedule.decay_steps filled in: from `stored`, the run's resolved config, else `steps`.
+    """`config` with a null optimizer.schedule.decay_steps taken from the run's stored config, else from `steps`.
 
-    A decaying schedule is fixed at the first start: raising `steps` later trains on at the final learning rate and leaves
-    the steps already taken as they would have been. To stretch the decay give decay_steps (and allow it to change).
+    A decaying schedule is fixed at the first start: raising `steps` later trains on at the final learning rate and
+    leaves the steps already taken as they were. To stretch the decay, give decay_steps and allow it to change.
     """
     schedule = config.optimizer.schedule
     if schedule.decay_steps is not None or schedule.name == "constant":
@@ -559,7 +562,7 @@ def _yaml_problem(error: Exception) -> str:
     return f"{where}{getattr(error, 'problem', None) or str(error).splitlines()[0]}"
 
 
-# --- walking the sections ----------------------------------------------------------------------------------------------
+# --- walking the sections ---------------------------------------------------------------------------------------------
 
 
 def _sections(annotation: Any) -> list[type[Config]]:
@@ -584,7 +587,7 @@ def _chosen(field: FieldInfo, value: Any) -> type[Config] | None:
 
 
 def _filled(section: type[Config], tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    """`tree` with the defaults of absent keys, empty sections as {}, and the `name` that selects a section's variant."""
+    """`tree` with the defaults of absent keys, null sections as {}, and the `name` that selects a section's variant."""
     filled = dict(tree)
     for key, field in section.model_fields.items():
         sections, value = _sections(field.annotation), filled.get(key)
@@ -613,7 +616,7 @@ def _valid_leaves(tree: Mapping[str, Any], section: type[Config] = RunConfig, pr
             continue
         try:
             # The None stands for a field without metadata: Annotated wants at least one.
-            kind = Annotated[field.annotation, *field.metadata, None]
+            kind: Any = Annotated[field.annotation, *field.metadata, None]
             leaves[prefix + key] = TypeAdapter(kind).validate_python(tree[key])
         except ValidationError:
             continue
@@ -631,7 +634,7 @@ def _all_keys(section: type[Config] = RunConfig, prefix: str = "") -> Iterator[t
                 yield dotted, _variant(child) if len(sections) > 1 else variant, leaf
 
 
-# --- words -------------------------------------------------------------------------------------------------------------
+# --- words ------------------------------------------------------------------------------------------------------------
 
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", NoneType: "null"}
 
@@ -645,7 +648,8 @@ def _show(value: Any) -> str:
 
 
 def _type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
+    origin: Any = get_origin(annotation)
+    args: Any = get_args(annotation)
     if origin is Annotated:
         return _type_text(args[0], [*args[1:], *metadata])
     flat = [m for outer in metadata for m in (outer.metadata if isinstance(outer, FieldInfo) else [outer])]
@@ -657,7 +661,11 @@ def _type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is list:
         return f"list of {_type_text(args[0])}"
     if origin is dict:
-        return "mapping" if args[1] is JsonValue else f"mapping of {_type_text(args[0])} to {_type_text(args[1])}"
+        return (
+            "mapping with text keys"
+            if args[1] is JsonValue
+            else f"mapping of {_type_text(args[0])} to {_type_text(args[1])}"
+        )
     if _sections(annotation):
         return "section"
     if "pattern" in bound:
@@ -678,18 +686,18 @@ def _expected(field: FieldInfo) -> str:
 
 def _explain(error: Any, tree: Mapping[str, Any]) -> str:
     """One of pydantic's errors as a line that starts with the key as the user writes it."""
-    section, field, keys, value = RunConfig, None, [], tree
+    section, field, keys = RunConfig, None, []
+    value: Any = tree
     for part in error["loc"]:
         if field is not None:  # inside a section field: pydantic puts a variant's name into the path, users do not
             sections = _sections(field.annotation)
             if not sections:
                 break
-            section, field = (
-                sections[0] if len(sections) == 1 else next(s for s in sections if _variant(s) == part),
-                None,
-            )
+            field = None
             if len(sections) > 1:
+                section = next(s for s in sections if _variant(s) == part)
                 continue
+            section = sections[0]
         keys.append(str(part))
         value = value.get(part) if isinstance(value, Mapping) else None
         field = section.model_fields.get(str(part))
@@ -699,10 +707,9 @@ def _explain(error: Any, tree: Mapping[str, Any]) -> str:
     if kind == "missing":
         return f"{key}: missing; expected {_expected(field)}: {_one_line(field.description)}"
     if kind == "union_tag_invalid":
-        names, name = [_variant(s) for s in _sections(field.annotation)], value.get("name") if value else None
-        return (
-            f"{key}.name: expected one of {', '.join(names)}, found {_show(name)}{_did_you_mean(_close(name, names))}"
-        )
+        names, name = [_variant(s) for s in _sections(field.annotation)], value["name"]
+        hint = _did_you_mean(_close(name, names))
+        return f"{key}.name: expected one of {', '.join(names)}, found {_show(name)}{hint}"
     if kind == "value_error":
         return f"{key}: {error['ctx']['error']}"
     if _sections(field.annotation):
@@ -721,13 +728,13 @@ def _no_such_key(key: str, tree: Mapping[str, Any]) -> str:
 
 
 def _suggestions(key: str, known: Sequence[str]) -> list[str]:
-    """The known keys or sections that `key` may stand for: a key of that name elsewhere, else a close one, nearby first."""
+    """The known keys or sections that `key` may stand for: those of that name, else a close one nearby, or anywhere."""
     names = dict.fromkeys([*known, *(k.rpartition(".")[0] for k in known if "." in k)])
     parent, _, leaf = key.rpartition(".")
     leaf_of = {name: name.rpartition(".")[2] for name in names}
     siblings = {leaf_of[name]: name for name in names if name.rpartition(".")[0] == parent}
     if same := [name for name in names if leaf_of[name] == leaf]:
-        return sorted(same, key=lambda name: -len(os.path.commonprefix([name, key])))[:3]
+        return sorted(same, key=lambda name: name.partition(".")[0] != key.partition(".")[0])[:3]
     if near := _close(leaf, siblings):
         return [siblings[near[0]]]
     near = _close(leaf, set(leaf_of.values())) if parent == "" or parent in names else []
@@ -746,7 +753,7 @@ def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-# --- resuming ----------------------------------------------------------------------------------------------------------
+# --- resuming ---------------------------------------------------------------------------------------------------------
 
 ABSENT = "(absent)"
 
@@ -766,7 +773,7 @@ class Difference:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """Where two resolved configs (`to_dict`) would train differently, by key; an absent key counts as its default.
 
-    Only model, data, optimizer and seed shape the training; steps, snapshots, eval, mesh, placement and distributed do not.
+    Only model, data, optimizer and seed count. How long, where and on how many devices a run trains may change freely.
     """
     old, new = _filled(RunConfig, old), _filled(RunConfig, new)
     return [d for key in ("model", "data", "optimizer", "seed") for d in _differ(key, old.get(key), new.get(key))]
@@ -809,12 +816,12 @@ def check_resumable(old: Mapping[str, Any], new: Mapping[str, Any], allow_change
     raise ConfigError("\n  ".join(["the run in run_dir was started with another configuration", *lines]))
 
 
-# --- the table of keys -------------------------------------------------------------------------------------------------
+# --- the table of keys ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    """One key of the configuration, in words. `key` is `model.d_ff`, or `model(llama).d_ff` if only that variant has it."""
+    """One key in words. `key` is `optimizer.lr`, or `model(llama).d_ff` where only that variant has it."""
 
     key: str
     type: str
@@ -841,14 +848,13 @@ def describe() -> list[Row]:
         top, _, rest = key.partition(".")
         shared = found == names[top] or found == [""]
         rows.append(Row(key if shared else f"{top}({'|'.join(found)}).{rest}", kind, default, meaning))
-    order = list(RunConfig.model_fields)  # sections as declared, the choice of a variant before its keys
-    return sorted(
-        rows,
-        key=lambda row: (
-            order.index(re.split(r"[.(]", row.key)[0]),
-            row.key.count(".") != 1 or not row.key.endswith(".name"),
-        ),
-    )
+    order = list(RunConfig.model_fields)
+
+    def place(row: Row) -> tuple[int, bool]:  # sections as declared, the choice of a variant before its keys
+        top = re.split(r"[.(]", row.key)[0]
+        return order.index(top), row.key != f"{top}.name"
+
+    return sorted(rows, key=place)
 
 
 def format_table(rows: Sequence[Row], *, width: int = 120) -> str:
@@ -856,9 +862,8 @@ def format_table(rows: Sequence[Row], *, width: int = 120) -> str:
     pad = max((len(row.key) for row in rows), default=0)
     lines = []
     for row in rows:
-        lines.append(
-            f"{row.key:<{pad}}  {row.type}" + ("  (required)" if row.default == "required" else f" = {row.default}")
-        )
+        default = "  (required)" if row.default == "required" else f" = {row.default}"
+        lines.append(f"{row.key:<{pad}}  {row.type}{default}")
         lines += textwrap.wrap(row.meaning, max(width, 40), initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
