@@ -385,6 +385,13 @@ def test_allowed_keys_and_sections_may_change_and_others_still_not():
     assert "optimizer.schedule.final_ratio: was" in str(caught.value) and "optimizer.lr" not in str(caught.value)
 
 
+def test_an_allowed_key_does_not_cover_a_key_that_only_begins_like_it(write):
+    path = write(IMPORTS)
+    old = to_dict(load_config(path, ["model.args.wide=1"]))
+    with pytest.raises(ConfigError, match="model.args.wide: was 1, now 2"):
+        check_resumable(old, to_dict(load_config(path, ["model.args.wide=2"])), ["model.args.w"])
+
+
 def test_an_allowed_name_that_is_no_key_is_refused():
     same = to_dict(tiny())
     with pytest.raises(ConfigError, match=r"--allow-changed optimizer.lrr: no such key; did you mean optimizer.lr\?"):
