@@ -388,7 +388,7 @@ def test_allowed_keys_and_sections_may_change_and_others_still_not():
 def test_an_allowed_key_does_not_cover_a_key_that_only_begins_like_it(write):
     path = write(IMPORTS)
     old = to_dict(load_config(path, ["model.args.wide=1"]))
-    with pytest.raises(ConfigError, match="model.args.wide: was 1, now 2"):
+    with pytest.raises(ConfigError, match=r"model\.args\.wide: was 1, now 2"):
         check_resumable(old, to_dict(load_config(path, ["model.args.wide=2"])), ["model.args.w"])
 
 
