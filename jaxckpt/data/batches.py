@@ -97,7 +97,7 @@ class GlobalBatches(grain.MapDataset):
             raise IndexError(index)
         numbers = [self._start + index * self._global_batch + row for row in self._rows]
         first, structure = read_example(self._parent, numbers[0])
-        columns = [np.empty((len(numbers), *leaf.shape), leaf.dtype.newbyteorder("=")) for leaf in first]
+        columns = [np.empty((len(numbers), *leaf.shape), leaf.dtype) for leaf in first]
         for row, number in enumerate(numbers):
             leaves, other = read_example(self._parent, number) if row else (first, structure)
             if other != structure:
@@ -108,9 +108,8 @@ class GlobalBatches(grain.MapDataset):
                 if leaf.shape != column.shape[1:] or leaf.dtype != column.dtype:
                     raise DataError(
                         f"example {number}: field '{_paths(structure)[j]}' is {leaf.dtype}{list(leaf.shape)}, but in "
-                        f"example {numbers[0]} "
-                        f"of its batch {column.dtype}{list(column.shape[1:])}. Pad, cut or cast the examples to one "
-                        "shape and dtype."
+                        f"example {numbers[0]} of its batch {column.dtype}{list(column.shape[1:])}. "
+                        "Pad, cut or cast the examples to one shape and dtype."
                     )
                 column[row] = leaf  # copied at once: the user may reuse one buffer for all examples
         return jax.tree.unflatten(structure, [_narrowed(c, numbers, structure, j) for j, c in enumerate(columns)])
@@ -145,7 +144,8 @@ def read_example(dataset: grain.MapDataset, number: int) -> tuple[list[np.ndarra
                 "numbers. "
                 "Convert it (np.asarray, .numpy()) or leave the field out."
             )
-        arrays.append(array)
+        # JAX takes no big-endian array, and files of other systems hold them.
+        arrays.append(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))
     if not arrays:
         raise DataError(f"example {number} has no array: {example!r}. Return a dict of numpy arrays.")
     return arrays, structure
@@ -260,16 +260,16 @@ class BatchStream:
         self._next_example = int(state["next_example"])
 
     def batch_at(self, next_example: int) -> PyTree:
-        """This process's rows, as numpy, of the batch that begins at `next_example`, built here and now from no buffer."""
+        """This process's rows, as numpy, of the batch that begins at `next_example`, built now from no buffer."""
         return GlobalBatches(self._dataset, self.global_batch, self._rows, next_example)[0]
 
     def batch_struct(self) -> PyTree:
-        """The batch as `jax.ShapeDtypeStruct`s with shardings (from example 0), to compile before the first batch."""
+        """The batch as `jax.ShapeDtypeStruct`s with shardings, from example 0, to compile a step early."""
         leaves, structure = read_example(self._dataset, 0)
         structs = [
             jax.ShapeDtypeStruct(
                 (self.global_batch, *leaf.shape),
-                jax.dtypes.canonicalize_dtype(leaf.dtype.newbyteorder("=")),
+                jax.dtypes.canonicalize_dtype(leaf.dtype),
                 sharding=self.sharding,
             )
             for leaf in leaves

@@ -111,8 +111,7 @@ def _end_of_document(path: Path, vocabulary: dict[str, int], vocab_size: int, eo
         return vocabulary[eos]
     if eos is not None:
         raise DataError(
-            f"tokenizer '{path}' has no token {eos!r}; it has {vocab_size} tokens. Give eos one of its tokens or "
-            "numbers."
+            f"tokenizer '{path}' has no token {eos!r}; it has {vocab_size} tokens. Give one of its tokens or numbers."
         )
     for token in END_OF_DOCUMENT:
         if token in vocabulary:
@@ -222,8 +221,7 @@ class TokenDatasets:
 def make_token_datasets(
     documents: Sequence[tuple[str, str]], tokenizer: Tokenizer, *, seq_len: int, holdout: float, seed: int
 ) -> TokenDatasets:
-    """Examples {"tokens": int32[seq_len + 1]} of `documents` ([(name, text)]), split by document into train and held
-    out.
+    """Examples {"tokens": int32[seq_len + 1]} of `documents` ([(name, text)]), split by document.
 
     Example i of a split is its tokens [i L, i L + L + 1): neighbours share one token, because the last target of one
     is the first input of the next. The last piece that is shorter is dropped.
@@ -262,7 +260,7 @@ def make_token_datasets(
         digest.update(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
     train = TokenChunks(train_tokens, seq_len)
     return TokenDatasets(
-        train=ShuffledEpochs(grain.MapDataset.source(train), seed=seed),
+        train=ShuffledEpochs(train, seed=seed),
         held_out=grain.MapDataset.source(TokenChunks(held_tokens, seq_len)),
         fingerprint=digest.hexdigest(),
         train_examples=len(train),
@@ -318,18 +316,16 @@ class TokenChunks:
 
 
 class ShuffledEpochs(grain.MapDataset):
-    """`parent` for ever, each epoch in an order of its own: element i is element perm(seed, i // N)(i % N) of the
-    parent.
+    """`source` for ever, each epoch in an order of its own: element i is source[perm(seed, i // N)(i % N)].
 
     Not Grain's shuffle().repeat(): there seed s in epoch 1 equals seed s + 1 in epoch 0, and for N = 4^k + 1 it is no
     permutation (one example never comes, another twice). Not numpy's: Generator.permutation may change between numpy
-    versions.
+    versions. A sequence is read directly, because MapDataset.source(...)[i] costs 15 times what cutting a chunk does.
     """
 
-    def __init__(self, parent: grain.MapDataset, *, seed: int):
-        super().__init__(parent)
-        self._seed = seed
-        self._epoch_len = len(parent)
+    def __init__(self, source: Any, *, seed: int):
+        super().__init__(source if isinstance(source, grain.MapDataset) else ())
+        self._source, self._seed, self._epoch_len = source, seed, len(source)
         if not 0 < self._epoch_len < sys.maxsize:
             raise DataError(
                 f"a shuffle needs a data set with an end and at least one example; this one has {self._epoch_len}."
@@ -342,7 +338,7 @@ class ShuffledEpochs(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         epoch, position = divmod(index, self._epoch_len)
-        return self._parent[shuffled(position, self._epoch_len, shuffle_keys(self._seed, epoch))]
+        return self._source[shuffled(position, self._epoch_len, shuffle_keys(self._seed, epoch))]
 
     def __str__(self) -> str:
         return f"ShuffledEpochs(seed={self._seed}, epoch={self._epoch_len})"
@@ -356,12 +352,13 @@ def shuffle_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def shuffled(position: int, n: int, keys: tuple[int, ...]) -> int:
     """Image of `position` under a keyed permutation of range(n), in O(1) memory.
 
-    A Feistel network over the smallest power of two >= n (each round xors one half with a hash of the other, so it
+    A Feistel network over a power of two >= n (each round xors one half with a hash of the other, so it
     can be undone whatever the hash). A result outside range(n) walks on along its cycle, which must come back inside:
     still a permutation, for every n, and fewer than two passes on average (Black and Rogaway, "Ciphers with arbitrary
     finite domains", 2002).
     """
-    bits = max(2, (n - 1).bit_length())
+    # Below 6 bits the few values a round can take make some orders measurably more likely than others.
+    bits = max(6, (n - 1).bit_length())
     low_bits = bits // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
     high, low = position >> low_bits, position & low_mask
