@@ -1,10 +1,10 @@
 """A Llama-family decoder in plain Flax NNX; Llama 2/3, Mistral, Qwen2/2.5 and Qwen3 are configurations of it.
 
-The weights of all layers are stacked on a leading axis and run under one `jax.lax.scan`, so tracing and compiling take the same
-time for 2 layers and for 80. `Layer` is a function of (its weights, x) that can also be called on its own.
+The weights of all layers are stacked on a leading axis and run under one `jax.lax.scan`, so tracing and compiling take
+the same time for 2 layers and for 80. `Layer` is a function of (its weights, x) that can also be called on its own.
 
-Shape letters: b batch, t token, L layers, d model width, n query heads, k key/value heads, h head width, f feed-forward width,
-v vocabulary.
+Shape letters: b batch, t token, L layers, d model width, n query heads, k key/value heads, h head width,
+f feed-forward width, v vocabulary.
 """
 
 import math
@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 # The policies of `jax.checkpoint_policies` that take no arguments.
 REMAT_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
-# Megatron's tensor parallelism (arXiv:1909.08053, section 3): heads and feed-forward width over "tensor", so that attention and MLP
-# each end in one all-reduce; "fsdp" cuts the other large dimension. The layer axis stays whole, because `scan` slices it.
+# (regex searched in a parameter's path, spec) on the mesh axes "data", "fsdp" and "tensor". Megatron's tensor parallelism
+# (arXiv:1909.08053, section 3): heads and feed-forward width over "tensor", so that attention and MLP each end in one
+# all-reduce; "fsdp" cuts the other large dimension. The layer axis stays whole, because `scan` slices it.
 SHARDING_RULES: tuple[tuple[str, P], ...] = (
     (r"embed/embedding$", P("tensor", "fsdp")),
     (r"attn/w[qkv]$", P(None, "fsdp", "tensor")),
@@ -35,7 +36,7 @@ SHARDING_RULES: tuple[tuple[str, P], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the slow rotary frequencies, with the names of its `rope_scaling` on the Hugging Face hub."""
+    """Llama 3.1's stretching of the slow rotary frequencies, with the names of `rope_scaling` in its config.json."""
 
     factor: float
     low_freq_factor: float
@@ -45,9 +46,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The shape of a model; `head_dim=None` means d_model // num_heads. Raises ValueError with every problem, a line each.
+    """The shape of a model. Raises ValueError with every problem, a line each.
 
-    `sliding_window=w` lets a token see itself and the w - 1 tokens before it. `remat` is "none", "full" or one of REMAT_POLICIES.
+    `head_dim=None` means d_model // num_heads. `sliding_window=w` lets a token see itself and the w - 1 tokens before it.
+    `dropout` acts on what attention and MLP add to the residual stream. `remat` is "none", "full" or one of REMAT_POLICIES.
     """
 
     vocab_size: int
@@ -68,16 +70,15 @@ class LlamaConfig:
     remat: str = "none"
 
     def __post_init__(self) -> None:
-        names = ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff", "head_dim", "sliding_window")
-        sizes = {name: getattr(self, name) for name in names}
+        widths = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
+        sizes = {name: getattr(self, name) for name in ("vocab_size", "num_layers", *widths, "sliding_window")}
         problems = [f"{name} is {n}, expected at least 1" for name, n in sizes.items() if n is not None and n < 1]
         if not problems:
-            if self.num_heads % self.num_kv_heads:
-                problems.append(f"num_heads is {self.num_heads}, expected a multiple of num_kv_heads {self.num_kv_heads}")
-            if self.head_dim is None and self.d_model % self.num_heads:
-                problems.append(
-                    f"d_model is {self.d_model}, expected a multiple of num_heads {self.num_heads}, or set head_dim"
-                )
+            n, k = self.num_heads, self.num_kv_heads
+            if n % k:
+                problems.append(f"num_heads is {n}, expected a multiple of num_kv_heads {k}")
+            if self.head_dim is None and self.d_model % n:
+                problems.append(f"d_model is {self.d_model}, expected a multiple of num_heads {n}, or set head_dim")
             if self.head_width % 2:
                 problems.append(f"head_dim is {self.head_width}, expected an even number: RoPE turns pairs")
         if not 0.0 <= self.dropout < 1.0:
@@ -92,8 +93,8 @@ class LlamaConfig:
         return self.head_dim if self.head_dim is not None else self.d_model // self.num_heads
 
 
-# Standard deviation 0.02 is `initializer_range` of Hugging Face's LlamaConfig; the two projections of a layer that write into the
-# residual stream are scaled by 1/sqrt(2L), as in GPT-2 (Radford et al. 2019, section 2.3).
+# Standard deviation 0.02 is `initializer_range` of Hugging Face's LlamaConfig; the two projections of a layer that write
+# into the residual stream are scaled by 1/sqrt(2L), as in GPT-2 (Radford et al. 2019, section 2.3).
 def _normal(*shape: int, rngs: nnx.Rngs, residual_layers: int | None = None) -> nnx.Param[jax.Array]:
     stddev = 0.02 if residual_layers is None else 0.02 / math.sqrt(2 * residual_layers)
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
@@ -117,13 +118,15 @@ def rope_angles(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, j
     # In Python's float64, so that the frequencies are the same bits on every backend.
     frequencies = [config.rope_theta ** (-i / config.head_width) for i in range(0, config.head_width, 2)]
     if (s := config.rope_scaling) is not None:
-        # `apply_scaling` of Meta's llama-models: fast waves stay, slow waves are divided by `factor`, between them a ramp. The
-        # clamp says the same in one line.
+        # `apply_scaling` of Meta's llama-models, with its three cases as one clamped ramp: fast waves stay, slow waves are
+        # divided by `factor`.
         turns = [s.original_max_position_embeddings * f / (2 * math.pi) for f in frequencies]
         kept = [(n - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor) for n in turns]
         kept = [min(max(r, 0.0), 1.0) for r in kept]
         frequencies = [f * (r + (1 - r) / s.factor) for f, r in zip(frequencies, kept, strict=True)]
-    angles = positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(frequencies, jnp.float32)[None, None, None, :]
+    angles = (
+        positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(frequencies, jnp.float32)[None, None, None, :]
+    )
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -139,7 +142,11 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
-        d, q_width, kv_width = config.d_model, config.num_heads * config.head_width, config.num_kv_heads * config.head_width
+        d, q_width, kv_width = (
+            config.d_model,
+            config.num_heads * config.head_width,
+            config.num_kv_heads * config.head_width,
+        )
         self.wq = _normal(d, q_width, rngs=rngs)
         self.wk = _normal(d, kv_width, rngs=rngs)
         self.wv = _normal(d, kv_width, rngs=rngs)
@@ -206,9 +213,10 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The decoder. Weights are float32 and may be cast; it computes in their dtype, but norms, softmax, RoPE and logits in float32.
+    """The decoder. Its weights are float32 and may all be cast to another dtype, in which it then computes.
 
-    Every variable under `layers` has a leading axis [L], the dropout's keys and counts too.
+    Norms, softmax, RoPE and logits are float32 always. Dropout is active after `train()`, and off after `eval()`. Every
+    variable under `layers` has a leading axis [L], the dropout's keys and counts too.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -219,31 +227,29 @@ class Llama(nnx.Module):
         self.layers = nnx.merge(*jax.vmap(lambda key: nnx.split(Layer(config, rngs=nnx.Rngs(key))))(keys))
         self.final_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         if not config.tie_embeddings:
-            self.lm_head = nnx.Linear(
-                config.d_model, config.vocab_size, use_bias=False, kernel_init=normal, rngs=rngs
-            )
+            self.lm_head = nnx.Linear(config.d_model, config.vocab_size, use_bias=False, kernel_init=normal, rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """Float32 logits [b, t, v] of int32 tokens [b, t].
 
-        Tokens of different `segment_ids` [b, t] do not see each other. `positions` [b, t] count from 0 in every segment unless given.
-        A token outside the vocabulary gives NaN.
+        Tokens of different `segment_ids` [b, t] do not see each other. `positions` [b, t] count from 0 in every segment
+        unless given. A token outside the vocabulary gives NaN.
         """
         # `take` fills with NaN where plain indexing would silently use the last row.
         x = jnp.take(self.embed.embedding[...], tokens, axis=0)
         rope = rope_angles(self.config, _positions(tokens, segment_ids) if positions is None else positions)
         x = self.final_norm(self._run_layers(x, rope, segment_ids))
         weights, axis = (self.embed.embedding[...], 1) if self.config.tie_embeddings else (self.lm_head.kernel[...], 0)
-        # The backward pass multiplies float32 cotangents with bfloat16 weights; without the algorithm that would be a float32 matmul.
+        # The backward pass multiplies float32 cotangents with bfloat16 weights: without the algorithm, a float32 matmul.
         precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if x.dtype == weights.dtype == jnp.bfloat16 else None
         return jax.lax.dot_general(
             x, weights, (((2,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
 
     def _run_layers(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array | None) -> jax.Array:
-        # A plain lax.scan over the split module: nnx.scan would split and merge it at every boundary again, which costs trace time.
+        # Not nnx.scan, which would split and merge the module again at each of its boundaries: that costs trace time.
         graphdef, state = nnx.split(self.layers)
 
         def body(x, state):
@@ -253,7 +259,8 @@ class Llama(nnx.Module):
         remat = self.config.remat
         if remat != "none":
             policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)  # scan's loop already keeps the two passes apart
+            # The loops of scan keep forward and recomputation apart already, a barrier would only stop fusions.
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         x, counts = jax.lax.scan(body, x, state)
         # Only where dropout drew numbers, so that a model in eval mode may be closed over by a user's jit.
         if self.config.dropout and not self.layers.dropout.deterministic:
@@ -274,8 +281,8 @@ def _positions(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
 def loss(model: Llama, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """(float32 sum of the cross-entropy over target tokens in nats, int32 number of target tokens).
 
-    `batch` holds "tokens" int32 [b, t+1], and may hold "segment_ids", "positions" and "loss_mask", each [b, t+1]. Token i+1 is the
-    target of input i; it counts where its own loss_mask is not 0 and it stands in the same segment as its input.
+    `batch` holds "tokens" int32 [b, t+1], and may hold "segment_ids", "positions" and "loss_mask", each [b, t+1]. Token
+    i+1 is the target of input i; it counts where its own loss_mask is not 0 and its segment is that of its input.
     """
     tokens, segment_ids, positions = batch["tokens"], batch.get("segment_ids"), batch.get("positions")
     targets = tokens[:, 1:]
@@ -311,8 +318,8 @@ def num_params(config: LlamaConfig) -> int:
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     """Model FLOPs of forward and backward a token, 6 N + 12 L n h s: PaLM (arXiv:2204.02311), appendix B.
 
-    N counts the matrices with the output head and without the embedding's lookup. As in PaLM causality is not deducted, so
-    s = seq_len; with a sliding window s = min(seq_len, window). Recomputation by `remat` is not counted.
+    N counts the matrices with the output head and without the embedding's lookup. As in PaLM causality is not deducted,
+    so s = seq_len; with a sliding window s = min(seq_len, window). Recomputation by `remat` is not counted.
     """
     seen = seq_len if config.sliding_window is None else min(seq_len, config.sliding_window)
     return 6.0 * _matmul_params(config) + 12.0 * config.num_layers * config.num_heads * config.head_width * seen

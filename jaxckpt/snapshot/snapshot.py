@@ -14,6 +14,7 @@ import jax
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import SaveError, SnapshotError
 from jaxckpt.snapshot import orbax_io, steps
+from jaxckpt.snapshot.lock import RunLock
 from jaxckpt.state import tree
 from jaxckpt.state.train_state import TrainState, narrow
 
@@ -49,11 +50,13 @@ class Snapshots:
         self._job: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: Group | None = None
+        self._lock: RunLock | None = None
 
     def open(self, group: Group) -> None:
-        """Sweeps what a killed process left; every process calls it, before anything else."""
-        self._group = group
-        group.from_primary("clean up the run directory", self._prepare)
+        """Takes the run directory for this run and sweeps what a killed process left. Every process calls it first."""
+        if self._group is None:
+            self._group = group
+            group.from_primary("open the run directory", self._prepare)
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first."""
@@ -111,7 +114,14 @@ class Snapshots:
         self.check()
 
     def close(self) -> None:
-        self.wait()
+        """Waits for the save that is under way and gives the run directory free."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+            self._group = None
 
     def __enter__(self) -> "Snapshots":
         return self
@@ -139,10 +149,8 @@ class Snapshots:
 
     def _prepare(self) -> None:
         try:
+            self._lock = RunLock(self.run_dir)
             steps.sweep(self.root)
-            probe = self.run_dir / f".writable-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
         except OSError as e:
             raise SnapshotError(f"run_dir {self.run_dir} cannot be written: {e}. Give another run_dir, or change its permissions.") from e
 

@@ -1,7 +1,7 @@
 """The optimizers and schedules that a configuration can name; each is optax's own."""
 
+import math
 import re
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,13 +12,19 @@ from jaxckpt.state import tree
 
 
 def make_schedule(
-    name: str, *, lr: float, warmup_steps: int, decay_steps: int, final_ratio: float = 0.1, wsd_decay_fraction: float = 0.1
+    name: str,
+    *,
+    lr: float,
+    warmup_steps: int,
+    decay_steps: int,
+    decay_fraction: float = 0.1,
+    final_ratio: float = 0.1,
 ) -> optax.Schedule:
     """The learning rate by update number, counted from 0.
 
-    Linear warm-up from 0 over `warmup_steps` to the peak `lr`, then `constant`; `linear` or `cosine` decay to
+    Linear warm-up from 0 over `warmup_steps` to the peak `lr`, then `constant`; or `linear` or `cosine` decay to
     `lr * final_ratio` at `decay_steps`; or `wsd` (warm-up, stable, decay: Hu et al. 2024, MiniCPM), which stays at
-    the peak and decays linearly over the last `wsd_decay_fraction` of `decay_steps`. It stays at its last value after.
+    the peak and decays linearly over the last `decay_fraction` of `decay_steps`. It keeps its last value after that.
     """
     after_warmup = max(decay_steps - warmup_steps, 1)
     end = lr * final_ratio
@@ -30,7 +36,7 @@ def make_schedule(
         case "cosine":
             main = optax.cosine_decay_schedule(lr, after_warmup, alpha=final_ratio)
         case "wsd":
-            decay = min(max(round(decay_steps * wsd_decay_fraction), 1), after_warmup)
+            decay = min(max(math.ceil(decay_steps * decay_fraction), 1), after_warmup)
             main = optax.join_schedules(
                 [optax.constant_schedule(lr), optax.linear_schedule(lr, end, decay)], [after_warmup - decay]
             )
@@ -42,23 +48,34 @@ def make_schedule(
 
 
 def make_optimizer(
-    name: str, schedule: optax.Schedule, *, weight_decay_exclude: str, args: Mapping[str, Any]
+    name: str, schedule: optax.Schedule, *, weight_decay_exclude: str | None, **args: Any
 ) -> optax.GradientTransformation:
-    """`adamw`, `adafactor`, `lion`, `muon` or `sgd` of optax with `args`, weight decay masked by parameter path.
+    """`adamw`, `adafactor`, `lion`, `muon` or `sgd` of optax, weight decay masked by parameter path.
 
-    Parameters whose path contains the regex `weight_decay_exclude` do not decay.
+    Parameters whose path contains the regex `weight_decay_exclude` do not decay; under Muon, neither do those that
+    Adam updates. `args` are optax's own, except adafactor's `weight_decay` (optax: weight_decay_rate) and Muon's
+    `adam_lr_scale` (Adam's learning rate over the schedule's).
     """
-    mask = lambda params: tree.map_with_path(lambda path, _: not re.search(weight_decay_exclude, path), params)
+
+    def decays(params: Any) -> Any:
+        return tree.map_with_path(lambda path, _: not re.search(weight_decay_exclude or r"(?!)", path), params)
+
     match name:
         case "adamw":
-            return optax.adamw(schedule, mask=mask, **args)
+            return optax.adamw(schedule, mask=decays, **args)
         case "adafactor":
-            return optax.adafactor(schedule, weight_decay_mask=mask, **args)
+            rate = args.pop("weight_decay") or None
+            return optax.adafactor(schedule, weight_decay_rate=rate, weight_decay_mask=decays, **args)
         case "lion":
-            return optax.lion(schedule, mask=mask, **args)
+            return optax.lion(schedule, mask=decays, **args)
         case "muon":
+            scale = args.pop("adam_lr_scale")
             return contrib.muon(
-                schedule, weight_decay_mask=mask, muon_weight_dimension_numbers=muon_dimensions, **args
+                schedule,
+                weight_decay_mask=decays,
+                muon_weight_dimension_numbers=muon_dimensions,
+                adam_learning_rate=lambda count: scale * schedule(count),
+                **args,
             )
         case "sgd":
             return optax.sgd(schedule, **args)

@@ -120,7 +120,9 @@ def make_finite_check(plan: TrainState) -> jax.stages.Wrapped:
     return jax.jit(check, in_shardings=(shardings(plan),), out_shardings=replicated(plan.step.sharding.mesh))
 
 
-def _make_gradients(model: Model, loss: Loss, plan: TrainState, batch: Any, accumulation_steps: int) -> Callable[..., Any]:
+def _make_gradients(
+    model: Model, loss: Loss, plan: TrainState, batch_plan: Any, accumulation_steps: int
+) -> Callable[..., Any]:
     """(state, batch, key) -> (loss sum, target count, gradient of the loss sum, model state)."""
     params_shardings = shardings(plan.params)
 
@@ -145,7 +147,7 @@ def _make_gradients(model: Model, loss: Loss, plan: TrainState, batch: Any, accu
             grads = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), grads, g)
             return (total + t, count + c, grads, model_state), None
 
-        microbatches = jax.tree.map(split, batch, shardings(batch))
+        microbatches = jax.tree.map(split, batch, shardings(batch_plan))
         first = jax.tree.map(lambda x: x[0], microbatches)
         count = jax.eval_shape(forward, state.params, state.model_state, first, key)[1][0]
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)

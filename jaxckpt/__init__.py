@@ -1,0 +1,31 @@
+"""Exactly resumable training for JAX and Flax, with state that can live off the device."""
+
+from typing import TYPE_CHECKING, Any
+
+from jaxckpt.errors import JaxckptError as JaxckptError
+
+if TYPE_CHECKING:
+    from jaxckpt.observe.metrics import read_metrics as read_metrics
+    from jaxckpt.run import Report as Report
+    from jaxckpt.run import Run as Run
+    from jaxckpt.snapshot.snapshot import Snapshots as Snapshots
+    from jaxckpt.state.mesh import make_mesh as make_mesh
+    from jaxckpt.state.plan import Placement as Placement
+
+_HOMES = {
+    "Run": "jaxckpt.run",
+    "Report": "jaxckpt.run",
+    "Snapshots": "jaxckpt.snapshot.snapshot",
+    "Placement": "jaxckpt.state.plan",
+    "make_mesh": "jaxckpt.state.mesh",
+    "read_metrics": "jaxckpt.observe.metrics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Importing jax takes seconds, and `python -m jaxckpt config` or a refused configuration must not wait for it.
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'jaxckpt' has no attribute {name!r}")

@@ -1,0 +1,196 @@
+"""From a configuration to a Run: the only place where the two meet."""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxckpt import config as cf
+from jaxckpt.data.tokens import Tokenizer, load_text, load_tokenizer, make_token_datasets
+from jaxckpt.distributed.start import join, use_cpu_devices
+from jaxckpt.distributed.sync import Group
+from jaxckpt.errors import ConfigError
+from jaxckpt.models import llama
+from jaxckpt.observe.phases import Phases
+from jaxckpt.run import Run
+from jaxckpt.snapshot.snapshot import Snapshots
+from jaxckpt.state.mesh import make_mesh
+from jaxckpt.state.plan import Placement
+from jaxckpt.update.optimizers import make_optimizer, make_schedule
+
+FIELDS_OF_EVERY_OPTIMIZER = frozenset(cf._Optimizer.model_fields) | {"name"}
+
+
+def build(config: cf.RunConfig, *, allow_changed: Sequence[str] = (), phases: Phases | None = None) -> Run:
+    """The run that `config` describes, ready to train; its newest snapshot's config has been compared.
+
+    Starts JAX and, with `distributed` set, joins the other processes. Raises a JaxckptError for whatever cannot be used.
+    """
+    phases = phases or Phases()
+    with phases.phase("backend"):
+        _start_jax(config)
+    snapshots = Snapshots(
+        config.run_dir,
+        every=config.snapshots.every,
+        keep=config.snapshots.keep,
+        timeout_s=config.snapshots.timeout_s,
+    )
+    snapshots.open(Group(timeout_s=config.distributed.timeout_s))
+    try:
+        stored = _stored_config(snapshots)
+        if stored is not None:
+            cf.check_resumable(stored, cf.to_dict(config), allow_changed)
+        config = cf.resolve(config, stored)
+        _cache_compilations(snapshots.run_dir / "compilation_cache")
+        return _build(config, snapshots, allow_changed, phases)
+    except BaseException:
+        snapshots.close()
+        raise
+
+
+def import_target(key: str, target: str) -> Any:
+    """The object that 'pkg.mod:thing' names; modules of the working directory are found too."""
+    module_name, _, name = target.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        thing: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            thing = getattr(thing, part)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(
+            f"{key}: {target!r} cannot be imported: {e}. Expected pkg.mod:thing, importable from the working directory "
+            f"({Path.cwd()}) or installed."
+        ) from e
+    return thing
+
+
+def _start_jax(config: cf.RunConfig) -> None:
+    if config.mesh.cpu_devices is not None:
+        use_cpu_devices(config.mesh.cpu_devices)
+    group = config.distributed
+    if group.coordinator_address is not None:
+        assert group.num_processes is not None and group.process_id is not None  # the config's own check
+        join(group.coordinator_address, group.num_processes, group.process_id, timeout_s=group.timeout_s)
+    jax.devices()
+
+
+def _cache_compilations(directory: Path) -> None:
+    """Keeps compiled programs, and a GPU's autotuned choices with them, for the next life of this run."""
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _stored_config(snapshots: Snapshots) -> Mapping[str, Any] | None:
+    steps = snapshots.steps()
+    return snapshots.read_meta(steps[-1])["config"] if steps else None
+
+
+def _build(config: cf.RunConfig, snapshots: Snapshots, allow_changed: Sequence[str], phases: Phases) -> Run:
+    mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
+    with phases.phase("data"):
+        data = _data(config)
+    model, loss, rules = _model(config, data.get("tokenizer"), tensor=mesh.shape["tensor"])
+    schedule = _schedule(config)
+    dtype = config.model.compute_dtype
+    return Run(
+        model=model,
+        loss=loss,
+        optimizer=_optimizer(config.optimizer, schedule),
+        data=data["train"],
+        global_batch=config.data.batch_size,
+        seed=config.seed,
+        mesh=mesh,
+        rules=tuple((k, _spec(v)) for k, v in config.mesh.rules.items()) + tuple(rules),
+        placement=Placement(master=config.placement.master, opt_state=config.placement.opt_state),
+        compute_dtype=None if dtype == "float32" else dtype,
+        accumulation_steps=config.optimizer.accumulation_steps,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        nonfinite=config.optimizer.nonfinite,
+        lr=schedule,
+        held_out=data["held_out"],
+        eval_every=config.eval.every,
+        eval_batches=config.eval.batches,
+        snapshots=snapshots,
+        data_fingerprint=data["fingerprint"],
+        num_threads=config.data.num_threads,
+        config=cf.to_dict(config),
+        allow_changed=allow_changed,
+        timeout_s=config.distributed.timeout_s,
+        phases=phases,
+    )
+
+
+def _data(config: cf.RunConfig) -> dict[str, Any]:
+    data = config.data
+    if isinstance(data, cf.ImportData):
+        train = import_target("data.target", data.target)(**data.args)
+        held_out = import_target("data.held_out", data.held_out)(**data.args) if data.held_out else None
+        return {"train": train, "held_out": held_out, "fingerprint": ""}
+    tokenizer = load_tokenizer(data.tokenizer)
+    sets = make_token_datasets(
+        load_text(data.files), tokenizer, seq_len=data.seq_len, holdout=data.holdout, seed=config.seed
+    )
+    held_out = sets.held_out if len(sets.held_out) else None
+    return {"train": sets.train, "held_out": held_out, "fingerprint": sets.fingerprint, "tokenizer": tokenizer}
+
+
+def _model(config: cf.RunConfig, tokenizer: Tokenizer | None, *, tensor: int) -> tuple[Any, Any, Any]:
+    """(model builder, loss, sharding rules)."""
+    section = config.model
+    if isinstance(section, cf.ImportModel):
+        make, args = import_target("model.target", section.target), section.args
+        return lambda rngs: make(rngs=rngs, **args), import_target("model.loss", section.loss), ()
+    vocab_size = section.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    if vocab_size is None or (tokenizer and vocab_size < tokenizer.vocab_size):
+        raise ConfigError(
+            f"model.vocab_size: {vocab_size} is less than the {tokenizer.vocab_size if tokenizer else '?'} tokens of "
+            "data.tokenizer; raise it, or leave it out to take the tokenizer's"
+        )
+    fields = section.model_dump(exclude={"name", "compute_dtype", "vocab_size", "rope_scaling", "num_kv_heads"})
+    scaling = llama.RopeScaling(**section.rope_scaling.model_dump()) if section.rope_scaling else None
+    shape = llama.LlamaConfig(
+        vocab_size=vocab_size, num_kv_heads=section.num_kv_heads or section.num_heads, rope_scaling=scaling, **fields
+    )
+    problems = llama.check_tensor_axis(shape, tensor)
+    if problems:
+        raise ConfigError("\n".join([f"mesh.tensor={tensor} cannot divide this model:", *(f"  {p}" for p in problems)]))
+
+    def make_llama(rngs: nnx.Rngs) -> nnx.Module:
+        return llama.Llama(shape, rngs=rngs)
+
+    return make_llama, llama.loss, llama.SHARDING_RULES
+
+
+def _schedule(config: cf.RunConfig) -> optax.Schedule | None:
+    section = config.optimizer
+    if section.lr is None:
+        return None
+    return make_schedule(
+        section.schedule.name,
+        lr=section.lr,
+        warmup_steps=section.schedule.warmup_steps,
+        decay_steps=section.schedule.decay_steps or config.steps,
+        decay_fraction=section.schedule.decay_fraction,
+        final_ratio=section.schedule.final_ratio,
+    )
+
+
+def _optimizer(section: Any, schedule: optax.Schedule | None) -> optax.GradientTransformation:
+    if isinstance(section, cf.ImportOptimizer):
+        make = import_target("optimizer.target", section.target)
+        return make(**section.args) if schedule is None else make(schedule, **section.args)
+    assert schedule is not None  # only an imported optimizer may leave lr out
+    args = section.model_dump(exclude=set(FIELDS_OF_EVERY_OPTIMIZER))
+    return make_optimizer(section.name, schedule, weight_decay_exclude=section.weight_decay_exclude, **args)
+
+
+def _spec(dims: Sequence[Any]) -> P:
+    return P(*(tuple(d) if isinstance(d, list) else d for d in dims))

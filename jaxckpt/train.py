@@ -1,0 +1,90 @@
+"""`python -m jaxckpt.train --config FILE [key=value ...]`: arguments and exit codes, nothing else.
+
+Exit codes: 0 all steps are done; 2 the configuration or the snapshot cannot be used; 75 stopped early, the same
+command continues; 1 training failed (the loss is not finite, a snapshot could not be written).
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxckpt.config import RunConfig, load_config
+from jaxckpt.distributed.signals import STOPPED, StopRequest, stop_on_signals
+from jaxckpt.errors import JaxckptError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    config: Annotated[Path, typer.Option(help="YAML file; `python -m jaxckpt config` lists every key.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides of the file, such as optimizer.lr=1e-3.", metavar="[KEY=VALUE]...")
+    ] = None,
+    allow_changed: Annotated[
+        list[str] | None,
+        typer.Option(help="A key (or section) that may differ from the snapshot's config; may be repeated."),
+    ] = None,
+) -> None:
+    """Trains, or continues from the newest snapshot of the run directory, bit for bit."""
+    try:
+        with stop_on_signals() as stop:
+            raise SystemExit(train(load_config(config, overrides or ()), allow_changed=allow_changed or (), stop=stop))
+    except JaxckptError as e:
+        sys.stderr.write(f"{e}\n")
+        sys.stderr.flush()
+        raise SystemExit(e.exit_code) from None
+
+
+def train(config: RunConfig, *, allow_changed: list[str] | tuple[str, ...], stop: StopRequest) -> int:
+    """Runs `config` to its end or to a stop request; the exit code."""
+    # Imported here, so that a bad configuration is refused before JAX costs its seconds.
+    from jaxckpt.observe.phases import Phases, process_age_s
+
+    phases = Phases()
+    with phases.phase("imports"):
+        import jax
+        from rich.console import Console
+
+        from jaxckpt.build import build
+        from jaxckpt.observe.progress import TrainingProgress
+        from jaxckpt.state.memory import memory_table
+    phases.seconds["imports"] = process_age_s()  # the interpreter's own start and the first imports count too
+
+    is_primary = config.distributed.process_id in (None, 0)
+    logging.basicConfig(level=logging.INFO if is_primary else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    console = Console(quiet=not is_primary)
+
+    with build(config, allow_changed=allow_changed, phases=phases) as run:
+        console.print(memory_table(run.plan))
+        run.open(config.steps)
+        first = run.step
+        console.print(
+            f"{config.run_dir}: {'continues after' if first else 'starts at'} step {first} of {config.steps} on "
+            f"{jax.device_count()} {jax.local_devices()[0].device_kind} device(s), {jax.process_count()} process(es)"
+        )
+        if first >= config.steps:
+            console.print(f"all {config.steps} steps are done; raise steps to train on")
+            return 0
+        with TrainingProgress(console, total=config.steps, start=first) as progress:
+            for report in run.train(config.steps, should_stop=lambda: bool(stop)):
+                progress.show(
+                    report.step, loss=report.loss, eval_loss=report.eval_loss, tokens_per_s=report.tokens_per_s
+                )
+                if "first step" in phases.seconds:
+                    console.print(f"start-up: {phases.line()}; {process_age_s():.2f} s from process start", highlight=False)
+                    phases.seconds.clear()
+        if run.stopped:
+            console.print(f"stopped after step {run.step} of {config.steps}, saved; the same command continues from there")
+            return STOPPED
+    console.print(f"done: {config.steps} steps; snapshots and metrics.jsonl are in {config.run_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    app()
