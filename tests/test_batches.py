@@ -239,6 +239,14 @@ def test_a_batch_sharded_on_another_axis_is_refused():
         stream_of(Examples(4), 4, sharding_of(PartitionSpec(None, "data")))
 
 
+def test_a_data_set_with_an_end_has_only_whole_batches_and_does_not_wrap_around():
+    batches = GlobalBatches(grain.MapDataset.source(Examples(14)), 4, [1, 2], start=3)
+    assert len(batches) == 2 and np.array_equal(batches[1]["x"][:, 0], [8, 9])
+    for k in (2, -1):
+        with pytest.raises(IndexError):
+            batches[k]
+
+
 # What cannot be a source
 
 
@@ -367,6 +375,8 @@ def test_a_state_of_other_data_lists_every_difference():
     ("make", "cause"),
     [
         (lambda i: {"a": i, "b": {"c": np.random.rand()}}, r"differs in 'b/c'.*numpy's global random generator \(np"),
+        # 4 x 156 words are one round of the generator: its position in the block comes out where it was.
+        (lambda i: {"a": np.random.rand(78)}, r"differs in 'a'.*numpy's global random generator \(np"),
         (lambda i: {"a": random.random()}, r"differs in 'a'.*it uses Python's random module\."),
         (lambda i: {"a": random.random(), "b": np.random.rand()}, r"'a', 'b'.*numpy's .* and it uses Python's random"),
         (lambda i: {"a": next(COUNTER)}, r"differs in 'a'.*an unknown source"),
