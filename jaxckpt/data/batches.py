@@ -5,6 +5,7 @@ position is one number.
 """
 
 import math
+import pickle
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,11 +61,9 @@ def as_dataset(source: Any) -> grain.MapDataset:
         by_number = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
         if not by_number or isinstance(source, Mapping | str | bytes | grain.IterDataset):
             raise DataError(
-                f"data of type {kind.__module__}.{kind.__qualname__} cannot be resumed exactly: its position is not a "
-                "number, "
-                "so example i cannot be read again without what came before it. Give a grain.MapDataset, or a "
-                "sequence with __len__ and "
-                "__getitem__(i) that returns example i."
+                f"data of type {kind.__module__}.{kind.__qualname__} cannot be resumed exactly: "
+                "its position is not a number, so example i cannot be read again without what came before it. "
+                "Give a grain.MapDataset, or a sequence with __len__ and __getitem__(i) that returns example i."
             )
         source = grain.MapDataset.source(source)
     if len(source) == 0:
@@ -107,8 +106,8 @@ class GlobalBatches(grain.MapDataset):
             for j, (column, leaf) in enumerate(zip(columns, leaves, strict=True)):
                 if leaf.shape != column.shape[1:] or leaf.dtype != column.dtype:
                     raise DataError(
-                        f"example {number}: field '{_paths(structure)[j]}' is {leaf.dtype}{list(leaf.shape)}, but in "
-                        f"example {numbers[0]} of its batch {column.dtype}{list(column.shape[1:])}. "
+                        f"example {number}: field '{_paths(structure)[j]}' is {leaf.dtype}{list(leaf.shape)}, "
+                        f"but in example {numbers[0]} of its batch {column.dtype}{list(column.shape[1:])}. "
                         "Pad, cut or cast the examples to one shape and dtype."
                     )
                 column[row] = leaf  # copied at once: the user may reuse one buffer for all examples
@@ -123,9 +122,8 @@ def read_example(dataset: grain.MapDataset, number: int) -> tuple[list[np.ndarra
         raise DataError(f"example {number}: reading it raised {type(error).__name__}: {error}") from error
     if example is None:
         raise DataError(
-            f"example {number} is None, which is how a filter of a MapDataset drops it; then the position is no "
-            "longer a number of examples. "
-            "Filter the source before it becomes a MapDataset."
+            f"example {number} is None, which is how a filter of a MapDataset drops it; "
+            "then the position is no longer a number of examples. Filter the source before it becomes a MapDataset."
         )
     # None and lists are leaves here, so that they are refused: JAX drops the first and takes the second for a tree of
     # numbers.
@@ -140,9 +138,9 @@ def read_example(dataset: grain.MapDataset, number: int) -> tuple[list[np.ndarra
         if array is None or not (array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.number)):
             found = type(leaf).__name__ if array is None else f"an array of dtype {array.dtype}"
             raise DataError(
-                f"example {number}: field '{_paths(structure)[j]}' is {found}, but a batch holds numpy arrays and "
-                "numbers. "
-                "Convert it (np.asarray, .numpy()) or leave the field out."
+                f"example {number}: field '{_paths(structure)[j]}' is {found}, "
+                "but a batch holds numpy arrays and numbers. Convert it (np.asarray, "
+                ".numpy()) or leave the field out."
             )
         # JAX takes no big-endian array, and files of other systems hold them.
         arrays.append(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))
@@ -168,8 +166,7 @@ def _narrowed(column: np.ndarray, numbers: Sequence[int], structure: Any, leaf: 
         row, *place = np.argwhere(lost)[0]
         raise DataError(
             f"example {numbers[row]}: field '{_paths(structure)[leaf]}' holds {column[(row, *place)]} "
-            f"({column.dtype}), which does not fit "
-            f"{dtype}. Bring it into range, or set jax_enable_x64."
+            f"({column.dtype}), which does not fit {dtype}. Bring it into range, or set jax_enable_x64."
         )
     return narrow
 
@@ -252,9 +249,9 @@ class BatchStream:
             problems.append(f"next_example is {position!r}, not a number of examples")
         if problems:
             raise DataError(
-                f"the data changed: {'; '.join(problems)}. The next example would not be the one that was due. Give "
-                "the data "
-                "(files, tokenizer, seq_len, holdout, seed) that the run began with, or start a new run."
+                f"the data changed: {'; '.join(problems)}. The next example would not be the one that was due. "
+                "Give the data (files, tokenizer, seq_len, holdout, seed) that the run began with, "
+                "or start a new run."
             )
         self.close()
         self._next_example = int(state["next_example"])
@@ -286,38 +283,34 @@ class BatchStream:
 def check_reproducible(stream: BatchStream, next_example: int) -> str | None:
     """Builds the batch at `next_example` twice and compares the bits; DataError if they differ.
 
-    Returns a warning if they are equal although one of the process's global random generators was drawn from, else
-    None.
+    Returns a warning if they are equal although a global random generator was drawn from, else None.
     """
     before = _global_generators()
     first = stream.batch_at(next_example)
     moved = [name for name, value in _global_generators().items() if value != before[name]]
     second = stream.batch_at(next_example)
     way_out = (
-        "Derive a generator from the number of the example, np.random.default_rng((seed, i)), or use random_map of "
-        "grain.MapDataset, "
-        "which hands one in."
+        "Derive a generator from the number of the example, np.random.default_rng((seed, i)), "
+        "or use random_map of grain.MapDataset, which hands one in."
     )
     if differing := _differing(first, second):
         cause = " and ".join(f"it uses {name}" for name in moved) or "an unknown source of randomness or state"
         raise DataError(
-            f"the batch at example {next_example} is not a function of its number: built twice, it differs in "
-            f"{', '.join(differing)}. "
-            f"Likely cause: {cause}. A resumed run would see other data. {way_out}"
+            f"the batch at example {next_example} is not a function of its number: built twice, "
+            f"it differs in {', '.join(differing)}. Likely cause: {cause}. A resumed run would see other data. "
+            f"{way_out}"
         )
     if moved:
         return (
-            f"the data uses {' and '.join(moved)}. The batch at example {next_example} came out the same twice, but "
-            "another order of reading "
-            f"can change what it gives. {way_out}"
+            f"the data uses {' and '.join(moved)}. The batch at example {next_example} came out the same twice, "
+            f"but another order of reading can change what it gives. {way_out}"
         )
     return None
 
 
 def _global_generators() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
     return {
-        "numpy's global random generator (np.random.*)": (name, np.asarray(keys).tobytes(), *rest),
+        "numpy's global random generator (np.random.*)": pickle.dumps(np.random.get_state(legacy=False)),
         "Python's random module": random.getstate(),
     }
 

@@ -81,8 +81,8 @@ def _json_tokenizer(path: Path, eos: str | int | None) -> Tokenizer:
         model = tokenizers.Tokenizer.from_str(content.decode())
     except OSError as error:
         raise DataError(
-            f"tokenizer '{path}' cannot be read ({error.strerror}). Give \"bytes\" or the path of a Hugging Face "
-            "tokenizer.json."
+            f"tokenizer '{path}' cannot be read ({error.strerror}). "
+            'Give "bytes" or the path of a Hugging Face tokenizer.json.'
         ) from error
     except Exception as error:  # the library raises bare Exception
         raise DataError(
@@ -286,8 +286,8 @@ def split_by_name(names: Sequence[str], *, holdout: float, seed: int) -> list[bo
         return [False] * len(names)
     if len(names) < 2:
         raise DataError(
-            f"{holdout=} needs two documents or more, one on each side; found {len(names)}. Give more files, or "
-            "holdout 0."
+            f"{holdout=} needs two documents or more, one on each side; found {len(names)}. "
+            "Give more files, or holdout 0."
         )
     hashes = [
         hashlib.sha256(f"jaxckpt split {seed} {name}".encode("utf-8", "surrogateescape")).digest() for name in names
