@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 # The policies of `jax.checkpoint_policies` that take no arguments.
 REMAT_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 
-# (regex searched in a parameter's path, spec) on the mesh axes "data", "fsdp" and "tensor". Megatron's tensor parallelism
-# (arXiv:1909.08053, section 3): heads and feed-forward width over "tensor", so that attention and MLP each end in one
-# all-reduce; "fsdp" cuts the other large dimension. The layer axis stays whole, because `scan` slices it.
+# (regex searched in a parameter's path, spec) on the mesh axes "data", "fsdp" and "tensor". Megatron's tensor
+# parallelism (arXiv:1909.08053, section 3): heads and feed-forward width over "tensor", so that attention and MLP each
+# end in one all-reduce; "fsdp" cuts the other large dimension. The layer axis stays whole, because `scan` slices it.
 SHARDING_RULES: tuple[tuple[str, P], ...] = (
     (r"embed/embedding$", P("tensor", "fsdp")),
     (r"attn/w[qkv]$", P(None, "fsdp", "tensor")),
@@ -48,8 +48,9 @@ class RopeScaling:
 class LlamaConfig:
     """The shape of a model. Raises ValueError with every problem, a line each.
 
-    `head_dim=None` means d_model // num_heads. `sliding_window=w` lets a token see itself and the w - 1 tokens before it.
-    `dropout` acts on what attention and MLP add to the residual stream. `remat` is "none", "full" or one of REMAT_POLICIES.
+    `head_dim=None` means d_model // num_heads. `sliding_window=w` lets a token see itself and the w - 1 tokens before.
+    `dropout` acts on what attention and MLP add to the residual stream. `remat` is "none", "full" or one of
+    REMAT_POLICIES, and says what the backward pass keeps of each layer.
     """
 
     vocab_size: int
@@ -93,8 +94,8 @@ class LlamaConfig:
         return self.head_dim if self.head_dim is not None else self.d_model // self.num_heads
 
 
-# Standard deviation 0.02 is `initializer_range` of Hugging Face's LlamaConfig; the two projections of a layer that write
-# into the residual stream are scaled by 1/sqrt(2L), as in GPT-2 (Radford et al. 2019, section 2.3).
+# Standard deviation 0.02 is `initializer_range` of Hugging Face's LlamaConfig; the two projections of a layer that
+# write into the residual stream are scaled by 1/sqrt(2L), as in GPT-2 (Radford et al. 2019, section 2.3).
 def _normal(*shape: int, rngs: nnx.Rngs, residual_layers: int | None = None) -> nnx.Param[jax.Array]:
     stddev = 0.02 if residual_layers is None else 0.02 / math.sqrt(2 * residual_layers)
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
@@ -118,8 +119,8 @@ def rope_angles(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, j
     # In Python's float64, so that the frequencies are the same bits on every backend.
     frequencies = [config.rope_theta ** (-i / config.head_width) for i in range(0, config.head_width, 2)]
     if (s := config.rope_scaling) is not None:
-        # `apply_scaling` of Meta's llama-models, with its three cases as one clamped ramp: fast waves stay, slow waves are
-        # divided by `factor`.
+        # `apply_scaling` of Meta's llama-models, with its three cases as one clamped ramp: fast waves stay, slow waves
+        # are divided by `factor`.
         turns = [s.original_max_position_embeddings * f / (2 * math.pi) for f in frequencies]
         kept = [(n - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor) for n in turns]
         kept = [min(max(r, 0.0), 1.0) for r in kept]
@@ -242,7 +243,7 @@ class Llama(nnx.Module):
         rope = rope_angles(self.config, _positions(tokens, segment_ids) if positions is None else positions)
         x = self.final_norm(self._run_layers(x, rope, segment_ids))
         weights, axis = (self.embed.embedding[...], 1) if self.config.tie_embeddings else (self.lm_head.kernel[...], 0)
-        # The backward pass multiplies float32 cotangents with bfloat16 weights: without the algorithm, a float32 matmul.
+        # The backward pass multiplies float32 cotangents with bfloat16 weights: a float32 matmul without the algorithm.
         precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if x.dtype == weights.dtype == jnp.bfloat16 else None
         return jax.lax.dot_general(
             x, weights, (((2,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
