@@ -24,7 +24,7 @@ from jaxckpt.snapshot.snapshot import FORMAT, Snapshot, Snapshots, environment, 
 from jaxckpt.state import tree
 from jaxckpt.state.fingerprint import combine, np_fingerprint, to_hex
 from jaxckpt.state.mesh import batch_sharding, make_mesh
-from jaxckpt.state.plan import Placement, Rules, make_plan, shardings
+from jaxckpt.state.plan import Placement, Rules, make_plan, shardings, unannotated
 from jaxckpt.state.train_state import TrainState, take_apart
 from jaxckpt.update.step import Loss, make_eval_step, make_finite_check, make_train_step
 
@@ -124,6 +124,7 @@ class Run:
             self._stream = BatchStream(
                 data, global_batch=global_batch, sharding=rows, fingerprint=data_fingerprint, num_threads=num_threads
             )
+            self._stream.fingerprint = data_fingerprint or self._stream.probe()
             self._held_out = None
             if held_out is not None and eval_every:
                 self._eval_batches = max(1, min(eval_batches, len(held_out) // global_batch))
@@ -135,6 +136,7 @@ class Run:
             self.plan = make_plan(
                 abstract, self.mesh, rules=rules, annotations=self._model.annotations, placement=placement
             )
+        gathered = unannotated(self.plan, rules, self._model.annotations)
         self._placement = placement
         self._step_fn = make_train_step(
             self._model,
@@ -148,9 +150,10 @@ class Run:
             nonfinite=nonfinite,
             compute_dtype=compute_dtype,
             lr=lr,
+            gathered=gathered,
         )
         self._batch = batch
-        self._eval_fn = make_eval_step(self._model, loss, self.plan, batch, seed=seed)
+        self._eval_fn = make_eval_step(self._model, loss, self.plan, batch, gathered=gathered)
         self._compiled: Any = None
         self._captured: list[dict[str, Any]] = []
         self._finite_check: Future[Any] | None = None
@@ -191,7 +194,7 @@ class Run:
             if self.snapshots and step is not None:
                 with self.phases.phase("restore"):
                     snapshot = self.snapshots.restore(step, self.plan, compute_dtype=self._compute_dtype)
-                    self._stream.restore(snapshot.data)
+                    self._stream.restore(self._accepted_data(snapshot.data))
                 self.state, self.step, self._last_saved = snapshot.state, step, step
             else:
                 with self.phases.phase("init"):
@@ -379,8 +382,8 @@ class Run:
             )
 
     def _check_training(self, meta: Mapping[str, Any]) -> None:
-        """For runs without a config: what was given in Python must be what the snapshot was made with."""
-        if self._config is not None:
+        """What was given in Python must be what the snapshot was made with; two configs have been compared already."""
+        if self._config is not None and meta.get("config") is not None:
             return
         old = meta.get("training", {})
         changed = [
@@ -394,6 +397,11 @@ class Run:
                 + "\n".join(changed)
                 + "\nGive the old values, name a key in allow_changed to change it on purpose, or start a new run directory."
             )
+
+    def _accepted_data(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The data position, under the present data's fingerprint where a change of data was allowed by name."""
+        names = {key.partition(".")[0] for key in self._allow_changed}
+        return {**state, "fingerprint": self._stream.fingerprint} if names & {"data", "seed"} else state
 
     def _check_captured(self, meta: Mapping[str, Any]) -> None:
         stored = meta.get("captured", [])

@@ -72,6 +72,15 @@ def make_plan(
     return plan
 
 
+def unannotated(plan: TrainState, rules: Rules, annotations: Mapping[str, P]) -> frozenset[str]:
+    """Paths of the parameters that neither a rule nor the model shards: FSDP by default."""
+    return frozenset(
+        path
+        for path in tree.flatten(plan.params)
+        if path not in annotations and not any(re.search(pattern, path) for pattern, _ in rules)
+    )
+
+
 def shardings(plan: Any, memory_kind: str | None = None) -> Any:
     """The sharding of every leaf, in its planned memory kind or all in `memory_kind`."""
     return jax.tree.map(lambda x: x.sharding.with_memory_kind(memory_kind) if memory_kind else x.sharding, plan)

@@ -33,8 +33,11 @@ def make_train_step(
     nonfinite: str = "stop",
     compute_dtype: Any = None,
     lr: optax.Schedule | None = None,
+    gathered: frozenset[str] = frozenset(),
 ) -> jax.stages.Wrapped:
     """The jitted step for states laid out as `plan` and batches laid out as `batch` (ShapeDtypeStructs); donates the state.
+
+    Parameters whose path is in `gathered` are made whole before the model sees them, see `_forward`.
 
     The gradient is that of (sum of losses) / (number of targets) over the whole batch, exact for any padding and
     any `accumulation_steps`. `max_grad_norm` clips as optax.clip_by_global_norm does. With `nonfinite="skip"` an
@@ -45,7 +48,8 @@ def make_train_step(
     """
     weights_plan = plan.params if plan.master is None else plan.master
     mesh = plan.step.sharding.mesh
-    gradients = _make_gradients(model, loss, plan, batch, accumulation_steps)
+    forward = _make_forward(model, loss, plan, gathered)
+    gradients = _make_gradients(forward, plan, batch, accumulation_steps)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         total, count, grads, model_state = gradients(state, batch, step_key(seed, state.step))
@@ -90,13 +94,15 @@ def make_train_step(
     )
 
 
-def make_eval_step(model: Model, loss: Loss, plan: TrainState, batch: Any, *, seed: int) -> jax.stages.Wrapped:
+def make_eval_step(
+    model: Model, loss: Loss, plan: TrainState, batch: Any, *, gathered: frozenset[str] = frozenset()
+) -> jax.stages.Wrapped:
     """Jitted (params, model state, batch) -> (sum of losses, number of targets), with the model in eval mode."""
+    forward = _make_forward(model, loss, plan, gathered, is_training=False)
 
     def eval_step(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        module = model.bind(params, model_state, jax.random.key(seed))
-        module.eval()
-        return _checked_loss(loss, module, batch)
+        total, (count, _) = forward(params, model_state, batch, jax.random.key(0))
+        return total, count
 
     replicate = replicated(plan.step.sharding.mesh)
     return jax.jit(
@@ -120,16 +126,35 @@ def make_finite_check(plan: TrainState) -> jax.stages.Wrapped:
     return jax.jit(check, in_shardings=(shardings(plan),), out_shardings=replicated(plan.step.sharding.mesh))
 
 
+def _make_forward(
+    model: Model, loss: Loss, plan: TrainState, gathered: frozenset[str], *, is_training: bool = True
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
+    """(params, model state, batch, key) -> (loss sum, (target count, new model state)).
+
+    Left alone, XLA's partitioner may keep a sharded weight where it is and replicate the batch instead, which repeats
+    the whole computation on every device of the fsdp axis. A model that shards itself constrains its activations (it
+    finds the mesh by jax.sharding.get_abstract_mesh()); the weights of any other are gathered here.
+    """
+    mesh = plan.step.sharding.mesh
+    whole = tree.map_with_path(lambda path, x: replicated(mesh) if path in gathered else x.sharding, plan.params)
+
+    def forward(params: Any, model_state: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        params = jax.lax.with_sharding_constraint(params, whole)
+        module = model.bind(params, model_state, key)
+        if not is_training:
+            module.eval()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            total, count = _checked_loss(loss, module, batch)
+        return total, (count, model.unbind(module) if is_training else None)
+
+    return forward
+
+
 def _make_gradients(
-    model: Model, loss: Loss, plan: TrainState, batch_plan: Any, accumulation_steps: int
+    forward: Callable[..., Any], plan: TrainState, batch_plan: Any, accumulation_steps: int
 ) -> Callable[..., Any]:
     """(state, batch, key) -> (loss sum, target count, gradient of the loss sum, model state)."""
     params_shardings = shardings(plan.params)
-
-    def forward(params: Any, model_state: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        module = model.bind(params, model_state, key)
-        total, count = _checked_loss(loss, module, batch)
-        return total, (count, model.unbind(module))
 
     def one(params: Any, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, ...]:
         (total, (count, new_model_state)), grads = jax.value_and_grad(forward, has_aux=True)(params, model_state, batch, key)
