@@ -471,7 +471,8 @@ def test_a_sharded_model_equals_the_model_on_one_device(changes):
         variable[...] = jax.device_put(variable[...], NamedSharding(mesh, rules[rule]))
     assert model.layers.attn.wq[...].addressable_shards[0].data.shape == (3, 16, 16)
     batch = jax.device_put(batch, NamedSharding(mesh, P(("data", "fsdp"))))
-    sharded_value, sharded_grads = summed_grads(model, batch)
+    with jax.set_mesh(mesh):
+        sharded_value, sharded_grads = summed_grads(model, batch)
     np.testing.assert_allclose(sharded_value, value, rtol=TOLERANCE)
     for path, grad in grads.items():
         np.testing.assert_allclose(

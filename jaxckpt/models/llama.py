@@ -239,7 +239,7 @@ class Llama(nnx.Module):
         unless given. A token outside the vocabulary gives NaN.
         """
         # `take` fills with NaN where plain indexing would silently use the last row.
-        x = jnp.take(self.embed.embedding[...], tokens, axis=0)
+        x = _split_batch(jnp.take(self.embed.embedding[...], tokens, axis=0))
         rope = rope_angles(self.config, _positions(tokens, segment_ids) if positions is None else positions)
         x = self.final_norm(self._run_layers(x, rope, segment_ids))
         weights, axis = (self.embed.embedding[...], 1) if self.config.tie_embeddings else (self.lm_head.kernel[...], 0)
@@ -255,7 +255,7 @@ class Llama(nnx.Module):
 
         def body(x, state):
             layer = nnx.merge(graphdef, state)
-            return layer(x, rope, segment_ids), nnx.state(layer, nnx.RngCount)
+            return _split_batch(layer(x, rope, segment_ids)), nnx.state(layer, nnx.RngCount)
 
         remat = self.config.remat
         if remat != "none":
@@ -267,6 +267,18 @@ class Llama(nnx.Module):
         if self.config.dropout and not self.layers.dropout.deterministic:
             nnx.update(self.layers, counts)
         return x
+
+
+def _split_batch(x: jax.Array) -> jax.Array:
+    """x [b, t, d] with b over "data" and "fsdp" of the mesh that `jax.set_mesh` holds; x itself where there is none.
+
+    Left alone, XLA follows the weights: it cuts d over "fsdp", and every device of that axis computes the whole batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(axis for axis in ("data", "fsdp") if axis in mesh.axis_names)
+    if not axes or x.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
+        return x
+    return jax.lax.with_sharding_constraint(x, P(axes, None, None))
 
 
 def _positions(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
