@@ -125,9 +125,9 @@ def rope_angles(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, j
         kept = [(n - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor) for n in turns]
         kept = [min(max(r, 0.0), 1.0) for r in kept]
         frequencies = [f * (r + (1 - r) / s.factor) for f, r in zip(frequencies, kept, strict=True)]
-    angles = (
-        positions.astype(jnp.float32)[:, :, None, None] * jnp.asarray(frequencies, jnp.float32)[None, None, None, :]
-    )
+    # As literals of the program: an array made here would look like state that a snapshot has to keep.
+    scale = jnp.stack([jnp.full((), f, jnp.float32) for f in frequencies])
+    angles = positions.astype(jnp.float32)[:, :, None, None] * scale[None, None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -239,7 +239,7 @@ class Llama(nnx.Module):
         unless given. A token outside the vocabulary gives NaN.
         """
         # `take` fills with NaN where plain indexing would silently use the last row.
-        x = _split_batch(jnp.take(self.embed.embedding[...], tokens, axis=0))
+        x = _split_batch(jnp.take(_gathered(self.embed.embedding[...]), tokens, axis=0))
         rope = rope_angles(self.config, _positions(tokens, segment_ids) if positions is None else positions)
         x = self.final_norm(self._run_layers(x, rope, segment_ids))
         weights, axis = (self.embed.embedding[...], 1) if self.config.tie_embeddings else (self.lm_head.kernel[...], 0)
@@ -270,7 +270,7 @@ class Llama(nnx.Module):
 
 
 def _split_batch(x: jax.Array) -> jax.Array:
-    """x [b, t, d] with b over "data" and "fsdp" of the mesh that `jax.set_mesh` holds; x itself where there is none.
+    """x [b, t, d] with b over "data" and "fsdp" of the mesh in context (jax.set_mesh); x itself where there is none.
 
     Left alone, XLA follows the weights: it cuts d over "fsdp", and every device of that axis computes the whole batch.
     """
@@ -279,6 +279,14 @@ def _split_batch(x: jax.Array) -> jax.Array:
     if not axes or x.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
         return x
     return jax.lax.with_sharding_constraint(x, P(axes, None, None))
+
+
+def _gathered(table: jax.Array) -> jax.Array:
+    """The embedding [v, d] with d whole: rows looked up in a table cut along d would have to change hands."""
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    if "fsdp" not in axes:
+        return table
+    return jax.lax.with_sharding_constraint(table, P("tensor" if "tensor" in axes else None, None))
 
 
 def _positions(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:

@@ -1,0 +1,118 @@
+"""Starting, killing and comparing real runs of `python -m jaxckpt.train`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from jaxckpt import read_metrics
+from jaxckpt.snapshot.steps import committed_steps, step_path
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 300
+
+# 60 to 90 ms a step on two cores: long enough to be hit by a kill, short enough to repeat.
+SMALL = (
+    "steps=30",
+    "model.num_layers=2",
+    "model.d_model=64",
+    "model.d_ff=128",
+    "model.compute_dtype=float32",
+    "data.files=[configs/data/sotu/1950_harry_s_truman.txt,configs/data/sotu/1951_harry_s_truman.txt]",
+    "data.holdout=0.5",
+    "data.seq_len=128",
+    "data.batch_size=16",
+    "snapshots.every=3",
+    "snapshots.keep=2",
+    "eval.every=10",
+    "eval.batches=1",
+    "optimizer.schedule.warmup_steps=5",
+)
+
+
+def command(run_dir: Path, *overrides: str, options: tuple[str, ...] = ()) -> list[str]:
+    train = [sys.executable, "-m", "jaxckpt.train", "--config", "configs/tiny.yaml", *options]
+    return [*train, f"run_dir={run_dir}", *SMALL, *overrides]
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    # Its own process group, so that a test that fails can take everything down.
+    return subprocess.Popen(
+        arguments, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str], *, expect: int | None = 0) -> str:
+    """The output of a run that ends by itself, whose exit code must be `expect` (None: any)."""
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {TIMEOUT_S} s:\n{output}") from None
+    assert expect is None or process.returncode == expect, f"exit code {process.returncode}:\n{output}"
+    return output
+
+
+def train(run_dir: Path, *overrides: str, options: tuple[str, ...] = (), expect: int = 0) -> str:
+    return finish(start(command(run_dir, *overrides, options=options)), expect=expect)
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], what: str) -> None:
+    """Polls without a pause to speak of, so that a signal lands close to the moment; fails if the run ends first."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, f"the run ended before {what}:\n{process.communicate()[0]}"
+        assert time.monotonic() < deadline, f"no {what} within {TIMEOUT_S} s"
+        time.sleep(0.0005)
+
+
+def signal_after(step: int, process: subprocess.Popen[str], run_dir: Path, number: int = signal.SIGKILL) -> str:
+    """Sends the signal once the metrics file holds `step` lines; the run's output."""
+    wait_for(lambda: steps_done(run_dir) >= step, process, f"step {step}")
+    process.send_signal(number)
+    output = finish(process, expect=None)
+    assert number != signal.SIGKILL or process.returncode == -signal.SIGKILL, output
+    return output
+
+
+def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
+    """What each step did, to the bit; speed is left out."""
+    keys = ("step", "loss", "loss_bits", "grad_norm", "lr", "tokens", "batch_digest", "eval_loss")
+    return [tuple(line.get(key) for key in keys) for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def final_leaves(run_dir: Path) -> dict[str, np.ndarray]:
+    """Every leaf of the newest snapshot, read by plain Orbax."""
+    newest = step_path(run_dir / "snapshots", committed_steps(run_dir / "snapshots")[-1])
+    state = ocp.load_checkpointables(newest, {"state": None})["state"]
+    leaves: dict[str, np.ndarray] = {}
+
+    def collect(prefix: str, node: Any) -> None:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                collect(f"{prefix}{key}/", value)
+            else:
+                leaves[prefix + key] = np.asarray(value)
+
+    collect("", state)
+    return leaves
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert numbers(one) == numbers(other)
+    a, b = final_leaves(one), final_leaves(other)
+    assert a.keys() == b.keys() and len(a) > 10
+    different = [path for path in a if not np.array_equal(a[path], b[path])]
+    assert not different
