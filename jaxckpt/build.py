@@ -24,7 +24,7 @@ from jaxckpt.state.mesh import make_mesh
 from jaxckpt.state.plan import Placement
 from jaxckpt.update.optimizers import make_optimizer, make_schedule
 
-FIELDS_OF_EVERY_OPTIMIZER = frozenset(cf._Optimizer.model_fields) | {"name"}
+FIELDS_OF_EVERY_OPTIMIZER = frozenset(cf.Optimizer.model_fields) | {"name"}
 
 
 def build(config: cf.RunConfig, *, allow_changed: Sequence[str] = (), phases: Phases | None = None) -> Run:

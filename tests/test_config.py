@@ -22,6 +22,8 @@ from jaxckpt.config import (
     to_dict,
     to_yaml,
 )
+from jaxckpt.config.tree import all_keys
+from jaxckpt.config.values import Remat
 from jaxckpt.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -309,8 +311,8 @@ def test_a_stored_decay_that_ends_before_the_warmup_is_refused():
 
 
 def changed(*overrides: str) -> list[Difference]:
-    old = to_dict(resolve(tiny(), None))
-    return differences(old, to_dict(resolve(tiny(*overrides), old)))
+    old = to_dict(resolve(tiny("model.compute_dtype=bfloat16"), None))
+    return differences(old, to_dict(resolve(tiny("model.compute_dtype=bfloat16", *overrides), old)))
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def test_a_key_that_an_older_run_did_not_know_counts_as_its_default():
 
 
 def test_a_changed_run_is_refused_with_both_values_and_the_way_out():
-    old, new = to_dict(tiny()), to_dict(tiny("optimizer.lr=1e-4", "data.seq_len=128"))
+    old, new = to_dict(tiny("data.seq_len=256")), to_dict(tiny("optimizer.lr=1e-4", "data.seq_len=128"))
     with pytest.raises(ConfigError) as caught:
         check_resumable(old, new, [])
     text = str(caught.value)
@@ -416,7 +418,7 @@ def test_the_table_has_every_key_once_with_type_default_and_meaning():
 
 
 def test_every_key_of_the_resolved_config_is_in_the_table():
-    known = {key for key, _, _ in config_module._all_keys()}
+    known = {key for key, _, _ in all_keys(RunConfig)}
 
     def leaves(tree: dict, prefix: str = ""):
         for key, value in tree.items():
@@ -439,7 +441,7 @@ def test_the_llama_section_has_the_models_own_keys():
     llama = pytest.importorskip("jaxckpt.models.llama")
     own = set(llama.LlamaConfig.__dataclass_fields__)
     assert set(config_module.Llama.model_fields) == own | {"name", "compute_dtype"}
-    assert {"none", "full", *llama.REMAT_POLICIES} == set(config_module.Remat.__args__)
+    assert {"none", "full", *llama.REMAT_POLICIES} == set(Remat.__args__)
 
 
 def test_sections_are_made_in_python_too():
@@ -450,6 +452,7 @@ def test_sections_are_made_in_python_too():
         data=config_module.TextData(files=["a"], seq_len=4, batch_size=2),
         optimizer=AdamW(lr=1e-3),
     )
-    assert config.mesh.fsdp == -1 and to_dict(config)["optimizer"]["weight_decay"] == 0.1
+    assert (config.mesh.fsdp, config.model.compute_dtype) == (-1, "bfloat16")
+    assert to_dict(config)["optimizer"]["weight_decay"] == 0.1
     with pytest.raises(ValueError, match="not divisible"):
         RunConfig.model_validate(to_dict(config) | {"optimizer": {"lr": 1, "accumulation_steps": 3}})

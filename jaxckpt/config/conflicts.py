@@ -1,0 +1,94 @@
+"""Keys that are right by themselves and do not fit together.
+
+`values` maps dotted keys to values. A key that is wrong by itself, or belongs to another variant, is absent.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxckpt.config.values import AXES
+
+Values = Mapping[str, Any]
+
+
+def conflicts(values: Values) -> Iterator[str]:
+    """A line for each group of keys that do not fit together."""
+    yield from _of_steps_and_batch(values)
+    yield from _of_model(values)
+    yield from _of_devices(values)
+    yield from _of_evaluation(values)
+    yield from _of_processes(values)
+
+
+def _of_steps_and_batch(values: Values) -> Iterator[str]:
+    warmup, decay = (values.get(f"optimizer.schedule.{k}") for k in ("warmup_steps", "decay_steps"))
+    end_key = "steps" if decay is None else "optimizer.schedule.decay_steps"
+    end = values.get(end_key)
+    if warmup is not None and end is not None:
+        is_wsd = values.get("optimizer.schedule.name") == "wsd"
+        fall = math.ceil(end * values.get("optimizer.schedule.decay_fraction", 0)) if is_wsd else 0
+        if warmup > end:
+            yield f"optimizer.schedule.warmup_steps: {warmup} is more than {end_key} ({end})"
+        elif warmup + fall > end:
+            yield (
+                f"optimizer.schedule.decay_fraction: warmup ({warmup} steps) and decay ({fall} steps) "
+                f"do not fit into {end_key} ({end})"
+            )
+    batch, accumulation = values.get("data.batch_size"), values.get("optimizer.accumulation_steps")
+    if batch is not None and accumulation is not None and batch % accumulation:
+        yield f"data.batch_size: {batch} is not divisible by optimizer.accumulation_steps={accumulation}"
+
+
+def _of_model(values: Values) -> Iterator[str]:
+    heads, kv_heads, width, head = (
+        values.get(f"model.{k}") for k in ("num_heads", "num_kv_heads", "d_model", "head_dim")
+    )
+    if heads is not None and kv_heads is not None and heads % kv_heads:
+        yield f"model.num_kv_heads: {kv_heads} does not divide model.num_heads={heads}"
+    if heads is not None and width is not None and head is None and "model.head_dim" in values:
+        if width % heads:
+            yield f"model.d_model: {width} is not divisible by model.num_heads={heads}; or set model.head_dim"
+        elif width // heads % 2:
+            yield f"model.head_dim: {width // heads} (d_model / num_heads) is odd; rotary embeddings need pairs"
+    if head is not None and head % 2:
+        yield f"model.head_dim: {head} is odd; rotary embeddings need pairs"
+    low, high = (values.get(f"model.rope_scaling.{k}_freq_factor") for k in ("low", "high"))
+    if low is not None and high is not None and low >= high:
+        yield f"model.rope_scaling.high_freq_factor: {high} must be more than low_freq_factor ({low})"
+    is_llama_on_imported_data = (values.get("model.name"), values.get("data.name")) == ("llama", "import")
+    if is_llama_on_imported_data and values.get("model.vocab_size", 0) is None:
+        yield "model.vocab_size: null takes the tokenizer's, and data.name=import has none; give the number"
+
+
+def _of_devices(values: Values) -> Iterator[str]:
+    sizes = {axis: values.get(f"mesh.{axis}") for axis in AXES}
+    if len(rest := [axis for axis, size in sizes.items() if size == -1]) > 1:
+        yield f"mesh: {' and '.join(rest)} are -1; one axis at most can take the devices left over"
+    for axis, size in sizes.items():
+        if size == 0:
+            yield f"mesh.{axis}: expected at least 1 device, or -1, found 0"
+    if values.get("placement.master") == "pinned_host" and values.get("model.compute_dtype") == "float32":
+        yield (
+            "placement.master: pinned_host moves the float32 master weights, and with model.compute_dtype=float32 "
+            "there are none beside the weights; use bfloat16 or leave master on the device"
+        )
+
+
+def _of_evaluation(values: Values) -> Iterator[str]:
+    if values.get("eval.every") is None:
+        return
+    if values.get("data.holdout") == 0:
+        yield "eval.every: data.holdout=0 leaves nothing to evaluate on; raise it or set eval.every to null"
+    if values.get("data.name") == "import" and values.get("data.held_out", "") is None:
+        yield "eval.every: there is no data.held_out to evaluate on; give one or set eval.every to null"
+
+
+def _of_processes(values: Values) -> Iterator[str]:
+    keys = [f"distributed.{k}" for k in ("coordinator_address", "num_processes", "process_id")]
+    address, number, own = (values.get(key) for key in keys)
+    absent = [key for key in keys if key in values and values[key] is None]
+    if absent and (address, number, own) != (None, None, None):
+        yield f"distributed: coordinator_address, num_processes and process_id go together; {', '.join(absent)} missing"
+    if number is not None and own is not None and own >= number:
+        yield f"distributed.process_id: {own} is not below num_processes={number}; processes count from 0"

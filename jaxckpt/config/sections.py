@@ -1,0 +1,218 @@
+"""The sections of a run's configuration, and the whole of them; the docstring under a key is its meaning."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, StrictBool, model_validator
+
+from jaxckpt.config.conflicts import conflicts
+from jaxckpt.config.optimizers import SGD, Adafactor, AdamW, ImportOptimizer, Lion, Muon
+from jaxckpt.config.tree import filled, valid_leaves
+from jaxckpt.config.values import (
+    AxisSize,
+    Below1,
+    ComputeDtype,
+    Config,
+    Count,
+    Files,
+    HostPort,
+    Index,
+    LocalDirectory,
+    Positive,
+    Remat,
+    Rules,
+    Target,
+    Text,
+    Tier,
+)
+
+
+class RopeScaling(Config):
+    """Llama 3.1's stretching of the rotary wavelengths; names and meaning as in Hugging Face's `rope_scaling`."""
+
+    factor: Positive
+    """how many times the context is stretched"""
+    low_freq_factor: Positive
+    """wavelengths above original_max_position_embeddings / low_freq_factor tokens are stretched fully"""
+    high_freq_factor: Positive
+    """wavelengths below original_max_position_embeddings / high_freq_factor tokens stay as they are"""
+    original_max_position_embeddings: Count
+    """tokens of context before the stretching"""
+
+
+class Llama(Config):
+    name: Literal["llama"] = "llama"
+    """which model: `llama` is this package's decoder, `import` any Flax NNX module"""
+    vocab_size: Count | None = None
+    """size of the vocabulary; null: the tokenizer's"""
+    num_layers: Count
+    """number of decoder layers"""
+    d_model: Count
+    """width of the residual stream"""
+    num_heads: Count
+    """query heads"""
+    num_kv_heads: Count | None = None
+    """key/value heads, a divisor of num_heads; null: num_heads"""
+    head_dim: Count | None = None
+    """width of a head, even; null: d_model / num_heads"""
+    d_ff: Count
+    """width of the gated feed-forward layer"""
+    rope_theta: Positive = 10000.0
+    """base of the rotary position embedding"""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1's context stretching; null: none"""
+    norm_eps: Positive = 1e-5
+    """added to the mean square in RMSNorm"""
+    tie_embeddings: StrictBool = False
+    """one matrix for input embedding and output head"""
+    qkv_bias: StrictBool = False
+    """a bias on the query, key and value projections (Qwen 2)"""
+    qk_norm: StrictBool = False
+    """RMSNorm on queries and keys, per head (Qwen 3)"""
+    sliding_window: Count | None = None
+    """tokens that a position attends to, itself included; null: all before it"""
+    dropout: Below1 = 0.0
+    """share of activations dropped while training"""
+    remat: Remat = "none"
+    """what a layer's backward computes again: nothing (none), everything but its input (full), or what the
+    jax.checkpoint policy of that name does not save"""
+    compute_dtype: ComputeDtype = "bfloat16"
+    """dtype of weights and activations in forward and backward; bfloat16 keeps float32 master weights beside"""
+
+
+class ImportModel(Config):
+    name: Literal["import"] = "import"
+    """which model: `llama` is this package's decoder, `import` any Flax NNX module"""
+    target: Target
+    """pkg.mod:thing, called as thing(rngs=nnx.Rngs, **args); returns the nnx.Module"""
+    args: dict[str, JsonValue] = Field(default={})
+    """keyword arguments of target"""
+    loss: Target
+    """pkg.mod:thing, called as thing(model, batch); returns (sum over targets, number of targets)"""
+    compute_dtype: ComputeDtype = "float32"
+    """dtype of the weights in forward and backward; bfloat16 keeps float32 master weights beside"""
+
+
+class TextData(Config):
+    name: Literal["text"] = "text"
+    """which data: `text` reads text files, `import` any grain MapDataset"""
+    files: Files
+    """text files, directories or globs"""
+    tokenizer: Text = "bytes"
+    """`bytes`, or the path of a tokenizer.json (or of a directory with one)"""
+    seq_len: Count
+    """tokens in an example"""
+    batch_size: Count
+    """examples per optimizer step, over all devices and microbatches"""
+    holdout: Below1 = 0.05
+    """share of the documents kept out of training for evaluation"""
+    num_threads: Index = 2
+    """threads that read ahead in each process; no influence on what is read"""
+
+
+class ImportData(Config):
+    name: Literal["import"] = "import"
+    """which data: `text` reads text files, `import` any grain MapDataset"""
+    target: Target
+    """pkg.mod:thing, called as thing(**args); returns a grain MapDataset of examples"""
+    args: dict[str, JsonValue] = Field(default={})
+    """keyword arguments of target"""
+    batch_size: Count
+    """examples per optimizer step, over all devices and microbatches"""
+    held_out: Target | None = None
+    """pkg.mod:thing, called like target, for the examples of evaluation; null: none"""
+    num_threads: Index = 2
+    """threads that read ahead in each process; no influence on what is read"""
+
+
+class Mesh(Config):
+    data: AxisSize = 1
+    """devices along the axis over which batches are split and weights are copied; -1: the devices left over"""
+    fsdp: AxisSize = -1
+    """devices along the axis over which batches and weights are split; -1: the devices left over"""
+    tensor: AxisSize = 1
+    """devices along the axis over which each layer is split; -1: the devices left over"""
+    cpu_devices: Count | None = None
+    """simulate this many devices in each process, on CPU; null: the real devices"""
+    rules: Rules = Field(default={})
+    """regex on a parameter's path: [axis, list of axes or null for each dimension]; tried before the model's own"""
+
+
+class Placement(Config):
+    master: Tier = "device"
+    """where the float32 master weights live between steps (with a bfloat16 compute_dtype)"""
+    opt_state: Tier = "device"
+    """where the optimizer's moments live between steps"""
+
+
+class Snapshots(Config):
+    every: Count = 100
+    """optimizer steps between two snapshots"""
+    keep: Count = 3
+    """newest snapshots kept"""
+    timeout_s: Positive = 600.0
+    """seconds that a save, or another process's part in it, may take"""
+
+
+class Evaluation(Config):
+    every: Count | None = 100
+    """optimizer steps between two evaluations on the held-out data; null: never"""
+    batches: Count = 8
+    """batches of data.batch_size examples in an evaluation, the same ones each time"""
+
+
+class Distributed(Config):
+    coordinator_address: HostPort | None = None
+    """host:port of process 0; null, with the two below: one process"""
+    num_processes: Count | None = None
+    """processes in the run"""
+    process_id: Index | None = None
+    """number of this process, from 0"""
+    timeout_s: Positive = 300.0
+    """seconds to wait for the other processes at the start"""
+
+
+class RunConfig(Config):
+    """A whole run. Frozen; two are equal when every key is."""
+
+    run_dir: LocalDirectory
+    """local directory for snapshots, metrics and the report; relative to the working directory"""
+    steps: Count
+    """optimizer steps of the whole run, over all its restarts"""
+    seed: Index = 0
+    """of parameters, dropout and the order of the data"""
+    # The first class of a union is what a section without a `name` gets.
+    model: Annotated[Llama | ImportModel, Field(discriminator="name")]
+    """what is trained"""
+    data: Annotated[TextData | ImportData, Field(discriminator="name")]
+    """what it is fed"""
+    optimizer: Annotated[AdamW | Adafactor | Lion | Muon | SGD | ImportOptimizer, Field(discriminator="name")]
+    """how a step changes it"""
+    mesh: Mesh = Mesh()
+    """how the devices are arranged"""
+    placement: Placement = Placement()
+    """where state lives between steps"""
+    snapshots: Snapshots = Snapshots()
+    """how it survives"""
+    eval: Evaluation = Evaluation()
+    """how it is measured on data that it does not train on"""
+    distributed: Distributed = Distributed()
+    """several processes"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, tree: Any) -> Any:
+        return filled(cls, tree) if isinstance(tree, Mapping) else tree
+
+    @model_validator(mode="after")
+    def _agree(self) -> "RunConfig":
+        if lines := list(conflicts(valid_leaves(RunConfig, self.model_dump()))):
+            raise ValueError("\n".join(lines))
+        return self
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Every key, in values that JSON can hold; a section's `name` first, for the reader."""
+    tree = config.model_dump(mode="json")
+    tree["optimizer"] = {"name": tree["optimizer"].pop("name"), **tree["optimizer"]}
+    return tree

@@ -1,0 +1,85 @@
+"""The types of values, and the base of all sections. Their bounds are what the table of keys and the messages say."""
+
+import math
+import os
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+AXES = ("data", "fsdp", "tensor")
+
+
+class Config(BaseModel):
+    """A section. The class docstring is for readers of the code; users see the docstrings of the keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def _number(value: Any) -> Any:
+    """Text such as '1e-3' as a float (YAML 1.1 reads it as a string); true, false, inf and nan are no numbers here."""
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            try:
+                value = float(value)
+            except ValueError:
+                raise PydanticCustomError("number", "not a number") from None
+    if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+        raise PydanticCustomError("number", "not a number")
+    return value
+
+
+def _regex(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+    if not value:
+        raise ValueError("an empty regular expression matches every path; write null, or leave the key out")
+    return value
+
+
+def _rules(rules: dict[str, list]) -> dict[str, list]:
+    for pattern, dims in rules.items():
+        _regex(pattern)
+        axes = [axis for dim in dims for axis in (dim if isinstance(dim, list) else [dim]) if axis is not None]
+        if unknown := [axis for axis in axes if axis not in AXES]:
+            raise ValueError(f"{pattern!r} names {', '.join(map(repr, unknown))}; the mesh axes are {', '.join(AXES)}")
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"{pattern!r} uses a mesh axis twice ({', '.join(axes)}); each may shard one dimension")
+    return rules
+
+
+def _local_directory(value: str) -> str:
+    if scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
+        raise ValueError(f"found {value!r}; this version writes to local paths only, not to {scheme[0]}")
+    if not value.strip():
+        raise ValueError("expected a directory, found an empty text")
+    return os.path.expanduser(value)
+
+
+Int = Annotated[int, BeforeValidator(_number)]
+Count = Annotated[Int, Field(gt=0)]
+Index = Annotated[Int, Field(ge=0)]
+Float = Annotated[float, BeforeValidator(_number)]
+Positive = Annotated[Float, Field(gt=0)]
+NonNegative = Annotated[Float, Field(ge=0)]
+Below1 = Annotated[Float, Field(ge=0, lt=1)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+NonZeroShare = Annotated[Float, Field(gt=0, le=1)]
+AxisSize = Annotated[Int, Field(ge=-1)]
+Regex = Annotated[str, AfterValidator(_regex)]
+Text = Annotated[str, Field(min_length=1)]
+Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+Files = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
+LocalDirectory = Annotated[str, AfterValidator(_local_directory)]
+HostPort = Annotated[str, Field(pattern=r"^\S+:\d+$")]
+Rules = Annotated[dict[str, list[str | list[str] | None]], AfterValidator(_rules)]
+ComputeDtype = Literal["float32", "bfloat16"]
+Tier = Literal["device", "pinned_host"]
+Remat = Literal[
+    "none", "full", "everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"
+]
