@@ -56,6 +56,8 @@ def make_plan(
     shapes = {path: x.shape for path, x in tree.flatten(abstract.params).items()}
     tiers = {"master": placement.master, "opt_state": placement.opt_state}
     _check_tiers(tiers, mesh, problems)
+    if problems:
+        raise PlanError("the state cannot be laid out on this mesh:\n" + "\n".join(f"  {p}" for p in problems))
 
     def place(path: str, x: Any) -> jax.ShapeDtypeStruct:
         group, _, rest = path.partition("/")
@@ -66,8 +68,6 @@ def make_plan(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
 
     plan = tree.map_with_path(place, abstract)
-    if problems:
-        raise PlanError("the state cannot be laid out on this mesh:\n" + "\n".join(f"  {p}" for p in problems))
     tree.flatten(plan)  # refuses paths that the disk could not tell apart
     return plan
 

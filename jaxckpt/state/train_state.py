@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxckpt.errors import PlanError
 from jaxckpt.state import tree
 
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
@@ -124,5 +125,7 @@ def _fresh_stream(path: str, x: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Arr
 
 
 def _differing_lines(before: Any, after: Any) -> str:
-    lines = difflib.unified_diff(repr(before).splitlines(), repr(after).splitlines(), "before", "after", "", n=2)
-    return "\n".join(f"  {line}" for line in list(lines)[:20])
+    by_attribute = lambda graphdef: repr(graphdef).replace("), ('", "),\n('").splitlines()
+    diff = difflib.unified_diff(by_attribute(before), by_attribute(after), n=0, lineterm="")
+    changed = [line for line in diff if not line.startswith(("---", "+++", "@@"))]
+    return "\n".join(f"  {line}" for line in changed[:40])
