@@ -87,18 +87,18 @@ def muon_dimensions(params: Any) -> Any:
     """Which parameters Muon orthogonalises: the matrices of layers, one by one where they are stacked.
 
     Embeddings and the output head go to Adam, as the method's authors do (Jordan et al. 2024), and so does everything
-    that is no matrix. Under a path with 'layers' the first axis of a parameter with three is the layer.
+    that is no matrix. Under a key 'layers' the first axis of a parameter is the layer, unless the layers stand in a list
+    and a number in the path says which one it is.
     """
 
     def dimensions(path: str, x: jax.Array) -> contrib.MuonDimensionNumbers | None:
         if re.search(r"(embed|lm_head)", path):
             return None
-        if x.ndim == 2 and "layers/" not in path + "/":
+        is_stacked = re.search(r"(^|/)layers/(?!\d+/)", path)
+        if x.ndim == 2 and not is_stacked:
             return contrib.MuonDimensionNumbers(0, 1)
-        if x.ndim == 3 and re.search(r"(^|/)layers/", path):
+        if x.ndim == 3 and is_stacked:
             return contrib.MuonDimensionNumbers(1, 2)
         return None
 
     return tree.map_with_path(dimensions, params)
-
-

@@ -56,7 +56,7 @@ def make_train_step(
         denominator = jnp.maximum(count, 1).astype(jnp.float32)
         mean = total / denominator
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / denominator, grads)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(mean) & jnp.isfinite(grad_norm)
         if max_grad_norm is not None:
             grads = jax.tree.map(lambda g: jnp.where(grad_norm < max_grad_norm, g, g / grad_norm * max_grad_norm), grads)
@@ -143,7 +143,8 @@ def _make_forward(
         module = model.bind(params, model_state, key)
         if not is_training:
             module.eval()
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        # A variable made anew in the pass (Linen's statistics) must look like the one that `take_apart` made.
+        with nnx.use_eager_sharding(False), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             total, count = _checked_loss(loss, module, batch)
         return total, (count, model.unbind(module) if is_training else None)
 
