@@ -76,5 +76,7 @@ def _key_data_struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _as_key(words: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    impl = jax.random.key_impl(target)  # type: ignore[arg-type]
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), target)  # a struct itself does not tell its kind
+    impl = impls[0]
     return jax.jit(lambda w: jax.random.wrap_key_data(w, impl=impl), out_shardings=target.sharding)(words)

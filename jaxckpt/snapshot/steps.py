@@ -55,10 +55,12 @@ def delete(root: Path, step: int) -> None:
 
 
 def discard_unfinished(root: Path, step: int) -> None:
-    """Frees the space of a save that failed."""
-    for name in os.listdir(root):
-        if name.startswith(step_path(root, step).name + TMP_SUFFIX):
-            shutil.rmtree(root / name, ignore_errors=True)
+    """Frees the space of a save that failed, wherever it failed; a step with its mark stays. Raises nothing."""
+    name = step_path(root, step).name
+    names = set(os.listdir(root)) if root.is_dir() else set()
+    if name + _MARK not in names:
+        for left in (n for n in names if n in (name, name + _MARK + _UNFINISHED) or n.startswith(name + TMP_SUFFIX)):
+            _remove(root / left)
 
 
 def sweep(root: Path) -> list[str]:
@@ -70,12 +72,15 @@ def sweep(root: Path) -> list[str]:
     # Renamed by Orbax but killed before the mark: whether every byte is on disk is not known, so it does not count.
     left += [n for n in names if _STEP.match(n) and n + _MARK not in names]
     for name in left:
-        path = root / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        _remove(root / name)
     return sorted(left)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _fsync(path: Path) -> None:
