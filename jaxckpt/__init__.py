@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 from jaxckpt.errors import JaxckptError as JaxckptError
 
 if TYPE_CHECKING:
+    from jaxckpt.distributed.start import use_cpu_devices as use_cpu_devices
     from jaxckpt.observe.metrics import read_metrics as read_metrics
     from jaxckpt.run import Report as Report
     from jaxckpt.run import Run as Run
     from jaxckpt.snapshot.snapshot import Snapshots as Snapshots
     from jaxckpt.state.mesh import make_mesh as make_mesh
     from jaxckpt.state.plan import Placement as Placement
+    from jaxckpt.state.tree import flatten as flatten
 
 _HOMES = {
     "Run": "jaxckpt.run",
@@ -18,7 +20,9 @@ _HOMES = {
     "Snapshots": "jaxckpt.snapshot.snapshot",
     "Placement": "jaxckpt.state.plan",
     "make_mesh": "jaxckpt.state.mesh",
+    "flatten": "jaxckpt.state.tree",
     "read_metrics": "jaxckpt.observe.metrics",
+    "use_cpu_devices": "jaxckpt.distributed.start",
 }
 
 

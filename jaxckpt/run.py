@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -95,6 +96,13 @@ class Run:
     ) -> None:
         if nonfinite not in ("stop", "skip"):
             raise ConfigError(f"nonfinite={nonfinite!r}: expected 'stop' or 'skip'")
+        if isinstance(model, nnx.Module) or not callable(model):
+            raise ConfigError(
+                f"model must be a function of nnx.Rngs that makes the module, such as lambda rngs: MyModel(rngs=rngs); found "
+                f"{type(model).__name__}. A module made outside would hold its weights twice and could not be sharded."
+            )
+        if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+            raise ConfigError(f"optimizer must be an optax.GradientTransformation; found {type(optimizer).__name__}")
         if eval_every and held_out is None:
             raise ConfigError(f"eval_every={eval_every} needs held_out data; give held_out, or eval_every=None")
         self.mesh = mesh if mesh is not None else make_mesh()
@@ -159,6 +167,11 @@ class Run:
         self._finite_check: Future[Any] | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="jaxckpt-compile")
         self._metrics: MetricsFile | None = None
+        self._clock = 0.0
+        self._jaxpr: Any = None
+        self._program: Future[str] | None = None
+        self._is_closed = False
+        self._resumed_meta: Mapping[str, Any] | None = None
         self._last_saved: int | None = None
         self._data_checked = False
 
@@ -169,7 +182,8 @@ class Run:
 
         `should_stop` is asked after every step; once it says yes on any process, all stop after the same step and
         save it, and `stopped` is set. The last step is always saved. Reports come one step late, so that the device
-        never waits for the host, except where a step is evaluated, saved or the last.
+        never waits for the host, except where a step is evaluated, saved or the last. Leaving the loop by `break` saves
+        nothing: ask for a stop instead.
         """
         self.stopped = False
         self.open(until)
@@ -182,7 +196,11 @@ class Run:
 
     def open(self, until: int | None = None) -> None:
         """Restores or initialises the state, while the step compiles beside it. `train` calls it."""
+        if self._is_closed:
+            raise ConfigError("this Run is closed; make a new one to train on")
         if self.state is not None:
+            if self._compiled is None:
+                self._compiled = self._compile()
             return
         step = self._choose_step()
         meta = self.snapshots.read_meta(step) if self.snapshots and step is not None else None
@@ -195,6 +213,7 @@ class Run:
                 with self.phases.phase("restore"):
                     snapshot = self.snapshots.restore(step, self.plan, compute_dtype=self._compute_dtype)
                     self._stream.restore(self._accepted_data(snapshot.data))
+                    self._check_last_batch(snapshot)
                 self.state, self.step, self._last_saved = snapshot.state, step, step
             else:
                 with self.phases.phase("init"):
@@ -206,12 +225,14 @@ class Run:
                 self._compiled = compiling.result()
         if meta is not None and not is_finished:
             self._check_captured(meta)
+        self._resumed_meta = meta
         if self.snapshots and self._group.is_primary:
             self._metrics = MetricsFile(self.snapshots.run_dir / "metrics.jsonl", resume_step=self.step)
         self._group.barrier("start training")
 
     def close(self) -> None:
         """Waits for the save that is under way, and gives the run directory free."""
+        self._is_closed = True
         self._background.shutdown(wait=True)
         self._stream.close()
         if self._held_out:
@@ -229,49 +250,49 @@ class Run:
 
     def _loop(self, until: int, should_stop: Callable[[], bool]) -> Iterator[Report]:
         agreement = StopAgreement()
+        self._clock = time.perf_counter()
         pending: _Pending | None = None
-        previous = time.perf_counter()
         is_first = True
-        while self.step < until:
-            if self._compiled is None:
-                self._compiled = self._compile()
-            batch = next(self._stream)
-            # From here to the save nothing may fail between the state and its data position: both are of this step.
-            first_started = time.perf_counter()
-            self.state, metrics = self._compiled(self.state, batch)
-            self.step += 1
-            del batch
-            current = _Pending(self.step, metrics)
+        try:
+            while self.step < until:
+                batch = next(self._stream)
+                started = time.perf_counter()
+                # From here on the state and the stream's position are of this step, and a save must come before the
+                # next batch is drawn.
+                self.state, metrics = self._compiled(self.state, batch)
+                self.step += 1
+                previous, pending = pending, _Pending(self.step, metrics)
+                if previous is not None:
+                    yield self._write(self._read(previous))
+                if is_first:
+                    jax.block_until_ready(metrics)
+                    self.phases.seconds["first step"] = time.perf_counter() - started
+                    is_first = False
+                    self._after_first_step()
 
-            if pending is not None:
-                report, previous = self._read(pending, previous)
-                yield self._write(report)
-            pending = current
-            if is_first:
-                jax.block_until_ready(metrics)
-                self.phases.seconds["first step"] = time.perf_counter() - first_started
-                is_first = False
-                self._prepare_finite_check()
-
-            last = agreement.last_step(self.step, should_stop())
-            is_last = self.step >= until or (last is not None and self.step >= last)
-            is_eval = bool(self._eval_every) and self.step % (self._eval_every or 1) == 0
-            is_save = self.snapshots is not None and (is_last or self.step % self.snapshots.every == 0)
-            if is_last or is_eval or is_save:
-                # Order: the numbers of this step, then its line in the file, then the snapshot. A snapshot of step s
-                # therefore always finds the lines up to s in place, and never holds a state that is not finite.
-                report, previous = self._read(pending, previous)
-                pending = None
-                report = self._write(report, eval_loss=self.evaluate() if is_eval else None)
-                if is_save:
-                    self._save(report)
-                yield report
-                previous = time.perf_counter() if is_eval or is_save else previous
-            if self.snapshots:
-                self.snapshots.check()
-            if is_last:
-                self.stopped = self.step < until
-                return
+                last = agreement.last_step(self.step, should_stop())
+                is_last = self.step >= until or (last is not None and self.step >= last)
+                is_eval = self._eval_every is not None and self.step % self._eval_every == 0
+                is_save = self.snapshots is not None and (is_last or self.step % self.snapshots.every == 0)
+                if is_last or is_eval or is_save:
+                    # Order: the numbers of this step, then its line in the file, then the snapshot. A snapshot of
+                    # step s therefore always finds the lines up to s in place, and its state has been checked.
+                    report = self._read(pending)
+                    pending = None
+                    report = self._write(report, eval_loss=self.evaluate() if is_eval else None)
+                    if is_save:
+                        self._save(report)
+                    self._clock = time.perf_counter()
+                    yield report
+                if self.snapshots:
+                    self.snapshots.check()
+                if is_last:
+                    self.stopped = self.step < until
+                    return
+        except GeneratorExit:
+            if pending is not None:  # the loop's body was left by `break`: the step is done, so its line belongs there
+                self._write(self._read(pending))
+            raise
 
     def evaluate(self) -> float:
         """The mean loss over the targets of the held-out batches; always the same batches, and no change to training."""
@@ -288,9 +309,9 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ one step's parts
 
-    def _read(self, pending: "_Pending", previous: float) -> tuple[Report, float]:
+    def _read(self, pending: "_Pending") -> Report:
         values = jax.device_get(pending.metrics)
-        now = time.perf_counter()
+        previous, self._clock = self._clock, time.perf_counter()
         tokens = float(values["tokens"])
         is_finite = bool(values["finite"])
         report = Report(
@@ -300,7 +321,7 @@ class Run:
             grad_norm=float(values["grad_norm"]),
             lr=float(values["lr"]) if "lr" in values else None,
             tokens=tokens,
-            tokens_per_s=tokens / max(now - previous, 1e-9),
+            tokens_per_s=tokens / max(self._clock - previous, 1e-9),
             batch_digest=to_hex(values["batch_digest"]),
             skipped=not is_finite,
         )
@@ -310,7 +331,7 @@ class Run:
             )
         if not is_finite:
             log.warning("step %d: loss %s, gradient norm %s: update skipped", report.step, report.loss, report.grad_norm)
-        return report, now
+        return report
 
     def _write(self, report: Report, *, eval_loss: float | None = None) -> Report:
         report = Report(**{**asdict(report), "eval_loss": eval_loss})
@@ -345,6 +366,7 @@ class Run:
             "placement": asdict(self._placement),
             "leaves": leaf_table(self.plan),
             "captured": self._captured,
+            "program": self._program.result() if self._program else None,
             "loss_bits": report.loss_bits,
             "batch_digest": report.batch_digest,
             **environment(),
@@ -365,13 +387,30 @@ class Run:
             self._captured = [_describe_constant(c) for c in traced.jaxpr.consts if np.ndim(c)]
         with self.phases.phase("lower"):
             lowered = traced.lower()
+        self._jaxpr = traced.jaxpr
         with self.phases.phase("compile"):
             return lowered.compile()
 
-    def _prepare_finite_check(self) -> None:
+    def _after_first_step(self) -> None:
+        """Work for the background, once it no longer delays the first step."""
         if self.snapshots and self._finite_check is None:
             check = make_finite_check(self.plan)
             self._finite_check = self._background.submit(lambda: check.lower(self.plan).compile())
+            self._program = self._background.submit(_program_hash, self._jaxpr)
+            self._jaxpr = None
+            self._background.submit(self._warn_if_program_changed)
+
+    def _warn_if_program_changed(self) -> None:
+        meta = self._resumed_meta
+        if meta is None or self._program is None or not meta.get("program"):
+            return
+        same = all(meta.get(key) == value for key, value in {**environment(), "mesh": dict(self.mesh.shape)}.items())
+        if same and meta.get("placement") == asdict(self._placement) and meta["program"] != self._program.result():
+            log.warning(
+                "the training step is not the program that the snapshot of step %d was trained with: code or numbers of the "
+                "model, the loss or the optimizer have changed since",
+                meta["step"],
+            )
 
     def _check_accumulation(self, global_batch: int, accumulation_steps: int) -> None:
         shards = math.prod(self.mesh.shape[a] for a in ("data", "fsdp") if a in self.mesh.shape)
@@ -402,6 +441,19 @@ class Run:
         """The data position, under the present data's fingerprint where a change of data was allowed by name."""
         names = {key.partition(".")[0] for key in self._allow_changed}
         return {**state, "fingerprint": self._stream.fingerprint} if names & {"data", "seed"} else state
+
+    def _check_last_batch(self, snapshot: Snapshot) -> None:
+        """The batch before the restored position must be the one that was trained on: the data are still the same."""
+        stored, start = snapshot.meta.get("batch_digest"), snapshot.data["next_example"] - self._stream.global_batch
+        changed_on_purpose = snapshot.data != self._stream.state()
+        if jax.process_count() > 1 or start < 0 or changed_on_purpose:
+            return
+        found = to_hex(_np_digest(self._stream.batch_at(start)))
+        if found != stored:
+            raise SnapshotError(
+                f"the data changed: the batch of step {snapshot.meta['step']} had the digest {stored} when it was trained on "
+                f"and now has {found}. Give the data that the run began with, or start a new run directory."
+            )
 
     def _check_captured(self, meta: Mapping[str, Any]) -> None:
         stored = meta.get("captured", [])
@@ -454,6 +506,11 @@ def _json_line(report: Report) -> dict[str, Any]:
 
 def _np_digest(batch: Any) -> np.ndarray:
     return np.asarray(combine([jax.numpy.asarray(np_fingerprint(x)) for x in tree.flatten(batch).values()]))
+
+
+def _program_hash(jaxpr: Any) -> str:
+    """sha256 of the traced step; addresses of Python objects in its text are left out."""
+    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr)).encode()).hexdigest()
 
 
 def _describe_constant(x: Any) -> dict[str, Any]:

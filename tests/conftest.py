@@ -1,10 +1,8 @@
 """Eight CPU devices for every test, and silence only where a dependency speaks without need."""
 
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)
+from jaxckpt.distributed.start import use_cpu_devices
+
+use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

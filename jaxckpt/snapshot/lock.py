@@ -21,9 +21,11 @@ class RunLock:
             self._file.seek(0)
             owner = self._file.read().strip() or "an unknown process"
             self._file.close()
-            raise SnapshotError(
-                f"{run_dir} is in use by another run ({owner}). Wait for it or stop it, or give another run_dir."
-            ) from None
+            if f'"pid": {os.getpid()},' in owner:
+                found, way_out = "an earlier Run of this process", "Close that one first: run.close(), or `with jc.Run(...) as run:`"
+            else:
+                found, way_out = f"another run ({owner})", "Wait for it or stop it"
+            raise SnapshotError(f"{run_dir} is in use by {found}. {way_out}; or give another run_dir.") from None
         self._file.truncate(0)
         self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         self._file.flush()

@@ -55,8 +55,8 @@ class Snapshots:
     def open(self, group: Group) -> None:
         """Takes the run directory for this run and sweeps what a killed process left. Every process calls it first."""
         if self._group is None:
-            self._group = group
             group.from_primary("open the run directory", self._prepare)
+            self._group = group  # only now: after a refusal the next try must be refused too
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first."""
@@ -67,18 +67,19 @@ class Snapshots:
         directory = steps.step_path(self.root, step)
         try:
             meta = orbax_io.read_json(directory, "meta")
-            found = meta["format"]
+            found = int(meta["format"])
+            if found <= FORMAT:
+                return {**meta, "step": int(meta["step"]), "leaves": dict(meta["leaves"])}
         except (OSError, ValueError, TypeError, KeyError) as e:
             raise SnapshotError(
                 f"{directory}: the snapshot's meta cannot be read ({type(e).__name__}: {e}). Move this directory and its "
                 ".ok mark away to continue from an older one."
             ) from e
-        if found > FORMAT:
-            raise SnapshotError(
-                f"{directory}: the snapshot has format {found}, written by jaxckpt {meta.get('versions', {}).get('jaxckpt', '?')}; "
-                f"this is jaxckpt {_version('jaxckpt')}, which reads up to format {FORMAT}. Update jaxckpt, or start a new run_dir."
-            )
-        return meta
+        raise SnapshotError(
+            f"{directory}: the snapshot has format {found}, written by jaxckpt "
+            f"{meta.get('versions', {}).get('jaxckpt', '?')}; this is jaxckpt {_version('jaxckpt')}, which reads up to format "
+            f"{FORMAT}. Update jaxckpt, or start a new run_dir."
+        )
 
     def save(self, snapshot: Snapshot) -> None:
         """Starts writing `snapshot`, after the save before it is done.
@@ -148,10 +149,14 @@ class Snapshots:
         return Snapshot(_from_stored({**arrays, **empty}, plan, compute_dtype), data, meta)
 
     def _prepare(self) -> None:
+        lock = None
         try:
-            self._lock = RunLock(self.run_dir)
+            lock = RunLock(self.run_dir)
             steps.sweep(self.root)
+            self._lock = lock
         except OSError as e:
+            if lock is not None:
+                lock.release()
             raise SnapshotError(f"run_dir {self.run_dir} cannot be written: {e}. Give another run_dir, or change its permissions.") from e
 
     def _finish(self, step: int, response: Any) -> None:
@@ -209,7 +214,7 @@ def check_leaves(directory: Path, stored: dict[str, Any], wanted: dict[str, Any]
         raise SnapshotError(
             f"{directory} is a snapshot of another model or optimizer:\n"
             + "\n".join(f"  {p}" for p in shown)
-            + "\nUse the model and optimizer of the snapshot's own config (meta/data.json holds it), or start a new run_dir."
+            + "\nUse the model and optimizer that it was made with (its meta/data.json tells), or start a new run_dir."
         )
 
 

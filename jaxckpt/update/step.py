@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxckpt.errors import ConfigError
 from jaxckpt.state import tree
 from jaxckpt.state.fingerprint import combine, fingerprint
 from jaxckpt.state.mesh import replicated
@@ -192,7 +193,7 @@ def _make_gradients(
 def _checked_loss(loss: Loss, module: nnx.Module, batch: Any) -> tuple[jax.Array, jax.Array]:
     result = loss(module, batch)
     if not (isinstance(result, tuple) and len(result) == 2 and all(jnp.shape(x) == () for x in result)):
-        raise TypeError(
+        raise ConfigError(
             "loss(model, batch) must return two scalars, (sum over targets, number of targets); "
             f"found {jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), result)}"
         )
