@@ -93,6 +93,8 @@ class Snapshots:
         directory = steps.step_path(self.root, step)
         stored = {path: x for path, x in stored_leaves(snapshot.state).items() if math.prod(x.shape)}
         try:
+            if self._group.is_primary:
+                steps.check_writable(self.root)
             response = orbax_io.save_async(
                 directory, state=stored, data=snapshot.data, meta=snapshot.meta, timeout_s=self.timeout_s
             )

@@ -30,6 +30,14 @@ def committed_steps(root: Path) -> list[int]:
     return sorted(int(m[1]) for name in names if (m := _STEP.match(name)) and name + _MARK in names)
 
 
+def check_writable(root: Path) -> None:
+    """Raises OSError where nothing can be written: an Orbax that fails at its first directory leaves threads waiting for
+    its writers, and the process cannot end."""
+    probe = root / (".probe" + _UNFINISHED)
+    probe.write_bytes(bytes(4096))
+    probe.unlink()
+
+
 def commit(root: Path, step: int) -> None:
     """Makes the finished directory of `step` durable and marks it."""
     directory = step_path(root, step)
