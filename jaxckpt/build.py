@@ -44,9 +44,9 @@ def build(config: cf.RunConfig, *, allow_changed: Sequence[str] = (), phases: Ph
     snapshots.open(Group(timeout_s=config.distributed.timeout_s))
     try:
         stored = _stored_config(snapshots)
+        config = cf.resolve(config, stored)
         if stored is not None:
             cf.check_resumable(stored, cf.to_dict(config), allow_changed)
-        config = cf.resolve(config, stored)
         _cache_compilations(snapshots.run_dir / "compilation_cache")
         return _build(config, snapshots, allow_changed, phases)
     except BaseException:

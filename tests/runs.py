@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,9 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
 def final_leaves(run_dir: Path) -> dict[str, np.ndarray]:
     """Every leaf of the newest snapshot, read by plain Orbax."""
     newest = step_path(run_dir / "snapshots", committed_steps(run_dir / "snapshots")[-1])
-    state = ocp.load_checkpointables(newest, {"state": None})["state"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Orbax warns that it takes the shardings from the file: here they do not matter
+        state = ocp.load_checkpointables(newest, {"state": None})["state"]
     leaves: dict[str, np.ndarray] = {}
 
     def collect(prefix: str, node: Any) -> None:
