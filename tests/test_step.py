@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from tiny import IN, OUT, Mlp, batch_of, differing, make_step, mesh_of, on_mesh, squared_error
 
+from jaxckpt.errors import ConfigError
 from jaxckpt.state import tree
 from jaxckpt.state.fingerprint import combine, np_fingerprint, to_hex
 from jaxckpt.state.plan import Placement
@@ -174,7 +175,7 @@ def test_the_batch_digest_is_numpys_and_the_same_on_every_mesh_and_for_every_acc
 def test_a_loss_of_another_shape_is_told_what_is_expected(result, accumulation_steps):
     loss = lambda model, batch: result(*squared_error(model, batch))
     step, state, _, _ = make_step(Mlp, SGD, rows=16, loss=loss, accumulation_steps=accumulation_steps)
-    with pytest.raises(TypeError, match=r"must return two scalars, \(sum over targets, number of targets\); found"):
+    with pytest.raises(ConfigError, match=r"must return two scalars, \(sum over targets, number of targets\); found"):
         run(1, step, state)
 
 
