@@ -77,7 +77,7 @@ def train(config: RunConfig, *, allow_changed: list[str] | tuple[str, ...], stop
                     report.step, loss=report.loss, eval_loss=report.eval_loss, tokens_per_s=report.tokens_per_s
                 )
                 if "first step" in phases.seconds:
-                    console.print(f"start-up: {phases.line()}; {process_age_s():.2f} s from process start", highlight=False)
+                    console.print(f"start-up: {phases.line()}; {process_age_s():.2f} s from process start", highlight=False, soft_wrap=True)
                     phases.seconds.clear()
         if run.stopped:
             console.print(f"stopped after step {run.step} of {config.steps}, saved; the same command continues from there")

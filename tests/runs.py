@@ -1,19 +1,22 @@
 """Starting, killing and comparing real runs of `python -m jaxckpt.train`."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxckpt import read_metrics
+from jaxckpt.snapshot import orbax_io
 from jaxckpt.snapshot.steps import committed_steps, step_path
+from jaxckpt.state import tree
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT_S = 300
@@ -65,6 +68,11 @@ def train(run_dir: Path, *overrides: str, options: tuple[str, ...] = (), expect:
     return finish(start(command(run_dir, *overrides, options=options)), expect=expect)
 
 
+def share_compilations(source: Path, run_dir: Path) -> None:
+    """Gives a new run the compiled programs of another, which saves the tests most of their time."""
+    shutil.copytree(source / "compilation_cache", run_dir / "compilation_cache")
+
+
 def steps_done(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -95,22 +103,13 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def final_leaves(run_dir: Path) -> dict[str, np.ndarray]:
-    """Every leaf of the newest snapshot, read by plain Orbax."""
+    """Every leaf of the newest snapshot, read by plain Orbax onto one device."""
     newest = step_path(run_dir / "snapshots", committed_steps(run_dir / "snapshots")[-1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Orbax warns that it takes the shardings from the file: here they do not matter
-        state = ocp.load_checkpointables(newest, {"state": None})["state"]
-    leaves: dict[str, np.ndarray] = {}
-
-    def collect(prefix: str, node: Any) -> None:
-        for key, value in node.items():
-            if isinstance(value, dict):
-                collect(f"{prefix}{key}/", value)
-            else:
-                leaves[prefix + key] = np.asarray(value)
-
-    collect("", state)
-    return leaves
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    table = orbax_io.read_json(newest, "meta")["leaves"]
+    target = {p: jax.ShapeDtypeStruct(x["shape"], np.dtype(x["dtype"]), sharding=here) for p, x in table.items()}
+    state = ocp.load_checkpointables(newest, {"state": tree.nest(target)})["state"]
+    return {path: np.asarray(x) for path, x in tree.flatten(state).items()}
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -26,6 +26,8 @@ def join(coordinator_address: str, num_processes: int, process_id: int, *, timeo
     """
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or (jax.config.jax_platforms or "").startswith("cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Its handler would take SIGTERM away from ours, and it leaves SIGINT alone; `StopAgreement` does both.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator_address, num_processes, process_id, initialization_timeout=max(1, int(timeout_s))
