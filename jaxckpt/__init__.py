@@ -7,7 +7,7 @@ from jaxckpt.errors import JaxckptError as JaxckptError
 if TYPE_CHECKING:
     from jaxckpt.distributed.start import use_cpu_devices as use_cpu_devices
     from jaxckpt.observe.metrics import read_metrics as read_metrics
-    from jaxckpt.run import Report as Report
+    from jaxckpt.observe.report import Report as Report
     from jaxckpt.run import Run as Run
     from jaxckpt.snapshot.snapshot import Snapshots as Snapshots
     from jaxckpt.state.mesh import make_mesh as make_mesh
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Run": "jaxckpt.run",
-    "Report": "jaxckpt.run",
+    "Report": "jaxckpt.observe.report",
     "Snapshots": "jaxckpt.snapshot.snapshot",
     "Placement": "jaxckpt.state.plan",
     "make_mesh": "jaxckpt.state.mesh",

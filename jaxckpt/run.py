@@ -1,13 +1,11 @@
 """A run: restore or initialise, then train. The only place with a training loop."""
 
-import hashlib
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -16,44 +14,20 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxckpt.data.batches import BatchStream, check_reproducible
+from jaxckpt import exactness
+from jaxckpt.data.batches import BatchStream
 from jaxckpt.distributed.sync import Group, StopAgreement
-from jaxckpt.errors import ConfigError, NonFiniteError, PlanError, SnapshotError
-from jaxckpt.observe.metrics import MetricsFile, float_bits
+from jaxckpt.errors import ConfigError, NonFiniteError, PlanError
+from jaxckpt.observe.metrics import MetricsFile
 from jaxckpt.observe.phases import Phases
+from jaxckpt.observe.report import Report, make_report, metrics_line
 from jaxckpt.snapshot.snapshot import FORMAT, Snapshot, Snapshots, environment, leaf_table
-from jaxckpt.state import tree
-from jaxckpt.state.fingerprint import combine, np_fingerprint, to_hex
 from jaxckpt.state.mesh import batch_sharding, make_mesh
 from jaxckpt.state.plan import Placement, Rules, make_plan, shardings, unannotated
 from jaxckpt.state.train_state import TrainState, take_apart
 from jaxckpt.update.step import Loss, make_eval_step, make_finite_check, make_train_step
 
 log = logging.getLogger("jaxckpt")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one step did; plain numbers, read after the step is done."""
-
-    step: int
-    """updates done, this one included"""
-    loss: float
-    """mean over the targets of the batch, before the update"""
-    loss_bits: str
-    """the loss as the bits of a float32, in hexadecimal"""
-    grad_norm: float
-    """global norm before clipping"""
-    lr: float | None
-    tokens: float
-    """targets in this batch"""
-    tokens_per_s: float
-    batch_digest: str
-    """64-bit fingerprint of the global batch"""
-    eval_loss: float | None = None
-    """mean over the targets of the held-out batches, after the update; only at evaluation steps"""
-    skipped: bool = False
-    """the update was left out because its loss or gradient was not finite"""
 
 
 class Run:
@@ -107,6 +81,7 @@ class Run:
             raise ConfigError(f"eval_every={eval_every} needs held_out data; give held_out, or eval_every=None")
         self.mesh = mesh if mesh is not None else make_mesh()
         self.snapshots = snapshots
+        self._run_dir = snapshots.run_dir if snapshots else None
         self.phases = phases or Phases()
         self.state: TrainState | None = None
         self.step = 0
@@ -173,7 +148,7 @@ class Run:
         self._is_closed = False
         self._resumed_meta: Mapping[str, Any] | None = None
         self._last_saved: int | None = None
-        self._data_checked = False
+        self._is_first_save_checked = False
 
     # ---------------------------------------------------------------------------------------------- training
 
@@ -204,8 +179,9 @@ class Run:
             return
         step = self._choose_step()
         meta = self.snapshots.read_meta(step) if self.snapshots and step is not None else None
-        if meta is not None:
-            self._check_training(meta)
+        # Two configurations have been compared already, by those who know their keys.
+        if meta is not None and (self._config is None or meta.get("config") is None):
+            exactness.check_settings(self._run_dir, meta.get("training", {}), self._training, self._allow_changed)
         is_finished = step is not None and until is not None and step >= until
         compiling = None if is_finished else self._background.submit(self._compile)
         try:
@@ -213,7 +189,9 @@ class Run:
                 with self.phases.phase("restore"):
                     snapshot = self.snapshots.restore(step, self.plan, compute_dtype=self._compute_dtype)
                     self._stream.restore(self._accepted_data(snapshot.data))
-                    self._check_last_batch(snapshot)
+                    if snapshot.data == self._stream.state():  # unless another data or batch size was allowed by name
+                        start = snapshot.data["next_example"] - self._stream.global_batch
+                        exactness.check_batch(self._stream, start, step=step, digest=snapshot.meta["batch_digest"])
                 self.state, self.step, self._last_saved = snapshot.state, step, step
             else:
                 with self.phases.phase("init"):
@@ -224,7 +202,7 @@ class Run:
             if compiling is not None:
                 self._compiled = compiling.result()
         if meta is not None and not is_finished:
-            self._check_captured(meta)
+            exactness.check_captured(meta.get("captured", []), self._captured, self._allow_changed)
         self._resumed_meta = meta
         if self.snapshots and self._group.is_primary:
             self._metrics = MetricsFile(self.snapshots.run_dir / "metrics.jsonl", resume_step=self.step)
@@ -312,31 +290,21 @@ class Run:
     def _read(self, pending: "_Pending") -> Report:
         values = jax.device_get(pending.metrics)
         previous, self._clock = self._clock, time.perf_counter()
-        tokens = float(values["tokens"])
-        is_finite = bool(values["finite"])
-        report = Report(
-            step=pending.step,
-            loss=float(values["loss"]),
-            loss_bits=float_bits(values["loss"]),
-            grad_norm=float(values["grad_norm"]),
-            lr=float(values["lr"]) if "lr" in values else None,
-            tokens=tokens,
-            tokens_per_s=tokens / max(self._clock - previous, 1e-9),
-            batch_digest=to_hex(values["batch_digest"]),
-            skipped=not is_finite,
-        )
-        if not is_finite and self._nonfinite == "stop":
+        report = make_report(pending.step, values, seconds=self._clock - previous)
+        if report.skipped and self._nonfinite == "stop":
             raise NonFiniteError(
                 f"step {report.step}: the loss is {report.loss} and the gradient's norm {report.grad_norm}. {self._way_back()}"
             )
-        if not is_finite:
-            log.warning("step %d: loss %s, gradient norm %s: update skipped", report.step, report.loss, report.grad_norm)
+        if report.skipped:
+            log.warning(
+                "step %d: loss %s, gradient norm %s: update skipped", report.step, report.loss, report.grad_norm
+            )
         return report
 
     def _write(self, report: Report, *, eval_loss: float | None = None) -> Report:
-        report = Report(**{**asdict(report), "eval_loss": eval_loss})
+        report = replace(report, eval_loss=eval_loss)
         if self._metrics:
-            self._metrics.write(_json_line(report))
+            self._metrics.write(metrics_line(report))
         return report
 
     def _save(self, report: Report) -> None:
@@ -346,14 +314,22 @@ class Run:
         bad = sorted(p for p, ok in jax.device_get(self._finite_check.result()(self.state)).items() if not ok)
         if bad:
             raise NonFiniteError(f"step {self.step}: not finite any more: {', '.join(bad[:10])}. {self._way_back()}")
-        if not self._data_checked:
-            self._check_data(report)
+        if not self._is_first_save_checked:
+            for warning in exactness.check_before_first_save(
+                self._stream, step=self.step, digest=report.batch_digest, captured=self._captured
+            ):
+                log.warning(warning)
+            self._is_first_save_checked = True
         self.snapshots.save(Snapshot(self.state, self._stream.state(), self._meta(report)))
         self._last_saved = self.step
 
     def _way_back(self) -> str:
+        if self.snapshots:
+            self.snapshots.wait()  # a save that is under way counts too
         saved = self.snapshots.steps()[-1:] if self.snapshots else []
-        here = f"Nothing of it was saved; the newest snapshot is step {saved[0]}." if saved else "Nothing of it was saved."
+        here = (
+            f"Nothing of it was saved; the newest snapshot is step {saved[0]}." if saved else "Nothing of it was saved."
+        )
         return here + " Lower the learning rate or the clip, or let such updates be skipped (nonfinite: skip)."
 
     def _meta(self, report: Report) -> dict[str, Any]:
@@ -379,12 +355,14 @@ class Run:
             return None
         snapshots = self.snapshots
         snapshots.open(self._group)
-        return self._group.from_primary("choose the snapshot to resume from", lambda: next(reversed(snapshots.steps()), None))
+        return self._group.from_primary(
+            "choose the snapshot to resume from", lambda: next(reversed(snapshots.steps()), None)
+        )
 
     def _compile(self) -> Any:
         with self.phases.phase("trace"):
             traced = self._step_fn.trace(self.plan, self._batch)
-            self._captured = [_describe_constant(c) for c in traced.jaxpr.consts if np.ndim(c)]
+            self._captured = exactness.captured_arrays(traced.jaxpr)
         with self.phases.phase("lower"):
             lowered = traced.lower()
         self._jaxpr = traced.jaxpr
@@ -396,7 +374,7 @@ class Run:
         if self.snapshots and self._finite_check is None:
             check = make_finite_check(self.plan)
             self._finite_check = self._background.submit(lambda: check.lower(self.plan).compile())
-            self._program = self._background.submit(_program_hash, self._jaxpr)
+            self._program = self._background.submit(exactness.program_hash, self._jaxpr)
             self._jaxpr = None
             self._background.submit(self._warn_if_program_changed)
 
@@ -420,103 +398,13 @@ class Run:
                 f"(mesh axes data and fsdp); it must be a multiple of {shards * max(accumulation_steps, 1)}"
             )
 
-    def _check_training(self, meta: Mapping[str, Any]) -> None:
-        """What was given in Python must be what the snapshot was made with; two configs have been compared already."""
-        if self._config is not None and meta.get("config") is not None:
-            return
-        old = meta.get("training", {})
-        changed = [
-            f"  {key}: was {old.get(key)!r}, now {value!r}"
-            for key, value in self._training.items()
-            if old.get(key) != value and key not in self._allow_changed
-        ]
-        if changed:
-            raise SnapshotError(
-                f"{self.snapshots.run_dir if self.snapshots else ''}: this run was trained with other settings:\n"
-                + "\n".join(changed)
-                + "\nGive the old values, name a key in allow_changed to change it on purpose, or start a new run directory."
-            )
-
     def _accepted_data(self, state: dict[str, Any]) -> dict[str, Any]:
         """The data position, under the present data's fingerprint where a change of data was allowed by name."""
         names = {key.partition(".")[0] for key in self._allow_changed}
         return {**state, "fingerprint": self._stream.fingerprint} if names & {"data", "seed"} else state
-
-    def _check_last_batch(self, snapshot: Snapshot) -> None:
-        """The batch before the restored position must be the one that was trained on: the data are still the same."""
-        stored, start = snapshot.meta.get("batch_digest"), snapshot.data["next_example"] - self._stream.global_batch
-        changed_on_purpose = snapshot.data != self._stream.state()
-        if jax.process_count() > 1 or start < 0 or changed_on_purpose:
-            return
-        found = to_hex(_np_digest(self._stream.batch_at(start)))
-        if found != stored:
-            raise SnapshotError(
-                f"the data changed: the batch of step {snapshot.meta['step']} had the digest {stored} when it was trained on "
-                f"and now has {found}. Give the data that the run began with, or start a new run directory."
-            )
-
-    def _check_captured(self, meta: Mapping[str, Any]) -> None:
-        stored = meta.get("captured", [])
-        if stored != self._captured and "captured" not in self._allow_changed:
-            raise SnapshotError(
-                "the model or loss reads arrays that are neither parameters nor model state, and they are not those that "
-                f"the snapshot was trained with: then {_shapes(stored)}, now {_shapes(self._captured)}. Keep such arrays "
-                "in an nnx.Variable of the model, or name 'captured' in allow_changed to go on with the new ones."
-            )
-
-    def _check_data(self, report: Report) -> None:
-        """Before the first snapshot: the batch just trained on can be made again, or a resume would not be exact."""
-        position = self._stream.state()["next_example"] - self._stream.global_batch
-        warning = check_reproducible(self._stream, position)
-        if jax.process_count() == 1:
-            again = self._stream.batch_at(position)
-            digest = to_hex(_np_digest(again))
-            if digest != report.batch_digest:
-                raise SnapshotError(
-                    f"step {report.step}: the batch that was trained on has digest {report.batch_digest} and the same batch "
-                    f"made again has {digest}, so this run could not be resumed exactly. Each example must be a function of "
-                    "its number alone."
-                )
-        if warning:
-            log.warning(warning)
-        if self._captured:
-            log.warning(
-                "the model or loss reads arrays that are neither parameters nor model state (%s); snapshots hold only their "
-                "hash, and a resume with other values is refused",
-                _shapes(self._captured),
-            )
-        self._data_checked = True
 
 
 @dataclass(frozen=True)
 class _Pending:
     step: int
     metrics: dict[str, jax.Array]
-
-
-def _json_line(report: Report) -> dict[str, Any]:
-    line = {key: value for key, value in asdict(report).items() if value is not None}
-    if not line["skipped"]:
-        del line["skipped"]
-    # JSON has no NaN and no infinity; the bits of the loss say which it was.
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()} | (
-        {} if report.lr is not None else {"lr": None}
-    )
-
-
-def _np_digest(batch: Any) -> np.ndarray:
-    return np.asarray(combine([jax.numpy.asarray(np_fingerprint(x)) for x in tree.flatten(batch).values()]))
-
-
-def _program_hash(jaxpr: Any) -> str:
-    """sha256 of the traced step; addresses of Python objects in its text are left out."""
-    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr)).encode()).hexdigest()
-
-
-def _describe_constant(x: Any) -> dict[str, Any]:
-    array = np.asarray(x)
-    return {"shape": list(array.shape), "dtype": str(array.dtype), "sha256": hashlib.sha256(array.tobytes()).hexdigest()}
-
-
-def _shapes(constants: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{c['dtype']}{c['shape']}" for c in constants) or "none"

@@ -22,7 +22,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     config: Annotated[Path, typer.Option(help="YAML file; `python -m jaxckpt config` lists every key.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides of the file, such as optimizer.lr=1e-3.", metavar="[KEY=VALUE]...")
+        list[str] | None,
+        typer.Argument(help="Overrides of the file, such as optimizer.lr=1e-3.", metavar="[KEY=VALUE]..."),
     ] = None,
     allow_changed: Annotated[
         list[str] | None,
@@ -77,10 +78,16 @@ def train(config: RunConfig, *, allow_changed: list[str] | tuple[str, ...], stop
                     report.step, loss=report.loss, eval_loss=report.eval_loss, tokens_per_s=report.tokens_per_s
                 )
                 if "first step" in phases.seconds:
-                    console.print(f"start-up: {phases.line()}; {process_age_s():.2f} s from process start", highlight=False, soft_wrap=True)
+                    console.print(
+                        f"start-up: {phases.line()}; {process_age_s():.2f} s from process start",
+                        highlight=False,
+                        soft_wrap=True,
+                    )
                     phases.seconds.clear()
         if run.stopped:
-            console.print(f"stopped after step {run.step} of {config.steps}, saved; the same command continues from there")
+            console.print(
+                f"stopped after step {run.step} of {config.steps}, saved; the same command continues from there"
+            )
             return STOPPED
     console.print(f"done: {config.steps} steps; snapshots and metrics.jsonl are in {config.run_dir}")
     return 0

@@ -45,10 +45,16 @@ def command(run_dir: Path, *overrides: str, options: tuple[str, ...] = ()) -> li
     return [*train, f"run_dir={run_dir}", *SMALL, *overrides]
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
+def start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
     # Its own process group, so that a test that fails can take everything down.
     return subprocess.Popen(
-        arguments, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        arguments,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from jaxckpt import read_metrics
+from jaxckpt.snapshot.orbax_io import TMP_SUFFIX
+from jaxckpt.snapshot.steps import committed_steps
 from runs import (
     assert_same_run,
     command,
@@ -19,10 +23,6 @@ from runs import (
     train,
     wait_for,
 )
-
-from jaxckpt import read_metrics
-from jaxckpt.snapshot.orbax_io import TMP_SUFFIX
-from jaxckpt.snapshot.steps import committed_steps
 
 # The documents of the small run give 14 batches an epoch, so 30 steps cross two epoch borders.
 SCENARIOS = {

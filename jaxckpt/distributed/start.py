@@ -24,8 +24,7 @@ def join(coordinator_address: str, num_processes: int, process_id: int, *, timeo
 
     Returns when all `num_processes` have joined; raises DistributedError after `timeout_s`.
     """
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or (jax.config.jax_platforms or "").startswith("cpu"):
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of the CPU backend only
     # Its handler would take SIGTERM away from ours, and it leaves SIGINT alone; `StopAgreement` does both.
     jax.config.update("jax_enable_preemption_service", False)
     try:

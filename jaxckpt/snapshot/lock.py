@@ -22,7 +22,10 @@ class RunLock:
             owner = self._file.read().strip() or "an unknown process"
             self._file.close()
             if f'"pid": {os.getpid()},' in owner:
-                found, way_out = "an earlier Run of this process", "Close that one first: run.close(), or `with jc.Run(...) as run:`"
+                found, way_out = (
+                    "an earlier Run of this process",
+                    "Close that one first: run.close(), or `with jc.Run(...) as run:`",
+                )
             else:
                 found, way_out = f"another run ({owner})", "Wait for it or stop it"
             raise SnapshotError(f"{run_dir} is in use by {found}. {way_out}; or give another run_dir.") from None

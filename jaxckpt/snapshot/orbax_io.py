@@ -16,14 +16,16 @@ from jaxckpt.state import tree
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 
 
-def save_async(directory: Path, *, state: dict[str, jax.Array], data: Any, meta: Any, timeout_s: float) -> ocp.AsyncResponse[None]:
+def save_async(
+    directory: Path, *, state: dict[str, jax.Array], data: Any, meta: Any, timeout_s: float
+) -> ocp.AsyncResponse[None]:
     """Starts writing `directory`, which must not exist; `.result(timeout)` of the response waits for the bytes.
 
     `state` is keyed by path. It may be donated as soon as this returns. Every process calls it with the same paths.
     """
     with _context(timeout_s):
         items = {"state": tree.nest({path: _storable(x) for path, x in state.items()}), "data": data, "meta": meta}
-        return ocp.save_checkpointables_async(directory, items)
+        return ocp.save_checkpointables_async(str(directory), items)
 
 
 def load_state(directory: Path, target: dict[str, jax.ShapeDtypeStruct], *, timeout_s: float) -> dict[str, jax.Array]:
@@ -31,7 +33,7 @@ def load_state(directory: Path, target: dict[str, jax.ShapeDtypeStruct], *, time
     keys = {path: x for path, x in target.items() if _is_key(x)}
     plain = {path: _key_data_struct(x) if path in keys else x for path, x in target.items()}
     with _context(timeout_s):
-        loaded = ocp.load_checkpointables(directory, {"state": tree.nest(plain)})["state"]
+        loaded = ocp.load_checkpointables(str(directory), {"state": tree.nest(plain)})["state"]
     arrays = tree.flatten(loaded)
     return {path: _as_key(arrays[path], keys[path]) if path in keys else arrays[path] for path in target}
 

@@ -39,11 +39,15 @@ class Snapshots:
     leaves without waiting loses the save that is under way.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], *, every: int = 100, keep: int = 3, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, run_dir: str | os.PathLike[str], *, every: int = 100, keep: int = 3, timeout_s: float = 600.0
+    ) -> None:
         if every < 1 or keep < 1:
             raise SnapshotError(f"snapshots: every={every} and keep={keep} must both be at least 1")
         if "://" in str(run_dir):
-            raise SnapshotError(f"run_dir {str(run_dir)!r}: only local paths can be written; give a directory of this machine")
+            raise SnapshotError(
+                f"run_dir {str(run_dir)!r}: only local paths can be written; give a directory of this machine"
+            )
         self.run_dir = Path(run_dir).absolute()
         self.root = self.run_dir / "snapshots"
         self.every, self.keep, self.timeout_s = every, keep, timeout_s
@@ -159,7 +163,9 @@ class Snapshots:
         except OSError as e:
             if lock is not None:
                 lock.release()
-            raise SnapshotError(f"run_dir {self.run_dir} cannot be written: {e}. Give another run_dir, or change its permissions.") from e
+            raise SnapshotError(
+                f"run_dir {self.run_dir} cannot be written: {e}. Give another run_dir, or change its permissions."
+            ) from e
 
     def _finish(self, step: int, response: Any) -> None:
         assert self._group is not None
@@ -167,10 +173,18 @@ class Snapshots:
             response.result(timeout=self.timeout_s)
             if self._group.is_primary:
                 steps.commit(self.root, step)
-                for old in self.steps()[: -self.keep]:
-                    steps.delete(self.root, old)
         except BaseException as e:
             self._error = self._failed(step, e)
+            return
+        try:
+            if self._group.is_primary:
+                for old in self.steps()[: -self.keep]:
+                    steps.delete(self.root, old)
+        except OSError as e:
+            self._error = SaveError(
+                f"{self.root}: the snapshot of step {step} is saved, but an older one could not be deleted: {e}. Mend the "
+                "directory's permissions, and start the same command again."
+            )
 
     def _failed(self, step: int, error: BaseException) -> SaveError:
         if self._group is not None and self._group.is_primary:
@@ -186,7 +200,9 @@ class Snapshots:
 def stored_leaves(state: TrainState) -> dict[str, Any]:
     """{path: leaf} of what a snapshot holds: params at full precision (the master weights, where there are any, stand
     under `params`; the narrow copy is derived from them), opt_state, model_state and step."""
-    full = TrainState(state.step, state.params if state.master is None else state.master, None, state.opt_state, state.model_state)
+    full = TrainState(
+        state.step, state.params if state.master is None else state.master, None, state.opt_state, state.model_state
+    )
     return tree.flatten(full)
 
 
@@ -210,7 +226,9 @@ def check_leaves(directory: Path, stored: dict[str, Any], wanted: dict[str, Any]
     for path in (p for p in stored if p in wanted):
         for key in ("shape", "dtype"):
             if stored[path][key] != wanted[path][key]:
-                problems.append(f"leaf {path!r} has {key} {stored[path][key]} in the snapshot and {wanted[path][key]} in this model")
+                problems.append(
+                    f"leaf {path!r} has {key} {stored[path][key]} in the snapshot and {wanted[path][key]} in this model"
+                )
     if problems:
         shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
         raise SnapshotError(
@@ -246,7 +264,9 @@ def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _from_stored(arrays: dict[str, jax.Array], plan: TrainState, compute_dtype: Any) -> TrainState:
-    like = TrainState(plan.step, plan.params if plan.master is None else plan.master, None, plan.opt_state, plan.model_state)
+    like = TrainState(
+        plan.step, plan.params if plan.master is None else plan.master, None, plan.opt_state, plan.model_state
+    )
     full = tree.unflatten(like, arrays)
     if plan.master is None:
         return full

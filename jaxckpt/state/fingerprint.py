@@ -118,7 +118,7 @@ def _bits(dtype: Any) -> int:
 
 def _words(x: jax.Array) -> jax.Array:
     """uint32 words whose shape depends on shape and dtype only."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.ndim == 0:
         x = x[None]
@@ -146,7 +146,7 @@ def _np_words(a: np.ndarray) -> np.ndarray:
     if dtype == np.bool_:
         return a.astype(np.uint32)
     if dtype.kind == "c":
-        return np.stack([_np_words(a.real), _np_words(a.imag)], -1)
+        return np.stack([_np_words(np.real(a)), _np_words(np.imag(a))], -1)
     bits = _bits(dtype)
     if bits == 32:
         return a.view(np.uint32)

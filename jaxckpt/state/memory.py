@@ -33,7 +33,7 @@ def group_sizes(plan: Any) -> list[GroupSize]:
 
 
 def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         dtype = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).dtype
         shape = (*shape, 2)
     return math.prod(shape) * dtype.itemsize
@@ -43,7 +43,11 @@ def memory_table(plan: Any) -> Table:
     table = Table("state", "memory", "leaves", "total", "per device", title="Where the training state lives")
     for size in group_sizes(plan):
         table.add_row(
-            size.group, size.memory_kind, str(size.leaves), mebibytes(size.total_bytes), mebibytes(size.bytes_per_device)
+            size.group,
+            size.memory_kind,
+            str(size.leaves),
+            mebibytes(size.total_bytes),
+            mebibytes(size.bytes_per_device),
         )
     return table
 

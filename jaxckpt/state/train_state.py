@@ -114,7 +114,8 @@ def step_key(seed: int, step: jax.Array) -> jax.Array:
 
 
 def _split(module: nnx.Module) -> tuple[Any, Any, Any, Any]:
-    return nnx.split(module, nnx.Param, nnx.RngState, ...)
+    graphdef, params, streams, model_state = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    return graphdef, params, streams, model_state
 
 
 def _fresh_stream(path: str, x: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:

@@ -19,7 +19,9 @@ def flatten(tree: PyTree) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     flat = {path_str(path): leaf for path, leaf in leaves}
     # Orbax joins keys with dots: {"a.b": x} and {"a": {"b": y}} would be one array on disk, silently.
-    bad = [k for path, _ in leaves for k in map(lambda entry: path_str((entry,)), path) if not k or "." in k or "/" in k]
+    bad = [
+        k for path, _ in leaves for k in map(lambda entry: path_str((entry,)), path) if not k or "." in k or "/" in k
+    ]
     if bad:
         raise PlanError(
             f"keys of the training state must be non-empty and hold neither '.' nor '/'; found {sorted(set(bad))}. "

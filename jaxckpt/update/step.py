@@ -56,11 +56,12 @@ def make_train_step(
         total, count, grads, model_state = gradients(state, batch, step_key(seed, state.step))
         denominator = jnp.maximum(count, 1).astype(jnp.float32)
         mean = total / denominator
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / denominator, grads)
+        grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / denominator, grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(mean) & jnp.isfinite(grad_norm)
         if max_grad_norm is not None:
-            grads = jax.tree.map(lambda g: jnp.where(grad_norm < max_grad_norm, g, g / grad_norm * max_grad_norm), grads)
+            limit = jnp.float32(max_grad_norm)
+            grads = jax.tree.map(lambda g: jnp.where(grad_norm < limit, g, g / grad_norm * limit), grads)
 
         weights = jax.device_put(
             state.params if state.master is None else state.master, shardings(weights_plan, "device")
@@ -114,12 +115,15 @@ def make_eval_step(
 
 
 def make_finite_check(plan: TrainState) -> jax.stages.Wrapped:
-    """Jitted state -> {path: bool}: which floating-point leaves hold only finite numbers."""
+    """Jitted state -> {path: bool}: which floating-point leaves hold only finite numbers.
+
+    Model state may hold infinities on purpose (an attention mask), so that only NaN counts there.
+    """
 
     def check(state: TrainState) -> dict[str, jax.Array]:
         state = jax.device_put(state, shardings(plan, "device"))
         return {
-            path: jnp.isfinite(x).all()
+            path: ~jnp.isnan(x).any() if path.startswith("model_state/") else jnp.isfinite(x).all()
             for path, x in tree.flatten(state).items()
             if jnp.issubdtype(x.dtype, jnp.inexact)
         }
@@ -159,7 +163,9 @@ def _make_gradients(
     params_shardings = shardings(plan.params)
 
     def one(params: Any, model_state: Any, batch: Any, key: jax.Array) -> tuple[Any, ...]:
-        (total, (count, new_model_state)), grads = jax.value_and_grad(forward, has_aux=True)(params, model_state, batch, key)
+        (total, (count, new_model_state)), grads = jax.value_and_grad(forward, has_aux=True)(
+            params, model_state, batch, key
+        )
         # Sharding the gradient like its parameter turns the all-reduce over fsdp into a reduce-scatter.
         return total, count, jax.lax.with_sharding_constraint(grads, params_shardings), new_model_state
 
@@ -171,13 +177,13 @@ def _make_gradients(
             total, count, grads, model_state = carry
             microbatch, number = inputs
             t, c, g, model_state = one(state.params, model_state, microbatch, jax.random.fold_in(key, number))
-            grads = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), grads, g)
+            grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, g)
             return (total + t, count + c, grads, model_state), None
 
         microbatches = jax.tree.map(split, batch, shardings(batch_plan))
         first = jax.tree.map(lambda x: x[0], microbatches)
         count = jax.eval_shape(forward, state.params, state.model_state, first, key)[1][0]
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
         start = (jnp.float32(0), jnp.zeros((), count.dtype), zeros, state.model_state)
         carry, _ = jax.lax.scan(body, start, (microbatches, jnp.arange(accumulation_steps)))
         return carry

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from jaxckpt import read_metrics
+from jaxckpt.snapshot.steps import committed_steps
 from runs import (
     TIMEOUT_S,
     assert_same_run,
@@ -19,9 +22,6 @@ from runs import (
     train,
     wait_for,
 )
-
-from jaxckpt import read_metrics
-from jaxckpt.snapshot.steps import committed_steps
 
 
 def free_port() -> int:

@@ -1,0 +1,97 @@
+"""What makes a resume exact, checked: at the first snapshot that it will be, at a resume that it is.
+
+Everything here refuses by name rather than let a run continue as another one.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxckpt.data.batches import BatchStream, check_reproducible
+from jaxckpt.errors import SnapshotError
+from jaxckpt.state import tree
+from jaxckpt.state.fingerprint import combine, np_fingerprint, to_hex
+
+
+def check_settings(run_dir: Any, stored: Mapping[str, Any], given: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """What was given in Python must be what the snapshot was made with, except what `allowed` names."""
+    changed = [
+        f"  {key}: was {stored.get(key)!r}, now {value!r}"
+        for key, value in given.items()
+        if stored.get(key) != value and key not in allowed
+    ]
+    if changed:
+        raise SnapshotError(
+            f"{run_dir}: this run was trained with other settings:\n"
+            + "\n".join(changed)
+            + "\nGive the old values, name a key in allow_changed to change it on purpose, or start a new run directory."
+        )
+
+
+def check_batch(stream: BatchStream, start: int, *, step: int, digest: str) -> None:
+    """The batch that begins at example `start`, made again, must be the one that `step` was trained on.
+
+    In a run of several processes none has the whole batch, and the data's own fingerprint must do.
+    """
+    if jax.process_count() > 1:
+        return
+    leaves = tree.flatten(stream.batch_at(start)).values()
+    again = to_hex(combine([jax.numpy.asarray(np_fingerprint(x)) for x in leaves]))
+    if again != digest:
+        raise SnapshotError(
+            f"the batch of step {step} had the digest {digest} when it was trained on, and made again it has {again}: the data "
+            "changed, or an example is not a function of its number alone. Give the data that the run began with, or start "
+            "a new run directory."
+        )
+
+
+def check_before_first_save(
+    stream: BatchStream, *, step: int, digest: str, captured: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Warnings of what could make a resume inexact; raises where it would not be exact.
+
+    The batch just trained on is built again, so this comes before the next one is drawn.
+    """
+    start = stream.state()["next_example"] - stream.global_batch
+    warning = check_reproducible(stream, start)
+    check_batch(stream, start, step=step, digest=digest)
+    warnings = [warning] if warning else []
+    if captured:
+        warnings.append(
+            f"the model or loss reads arrays that are neither parameters nor model state ({_shapes(captured)}); snapshots "
+            "hold only their hash, and a resume with other values is refused"
+        )
+    return warnings
+
+
+def captured_arrays(jaxpr: Any) -> list[dict[str, Any]]:
+    """Shape, dtype and hash of the arrays that a traced step closes over: state that no snapshot holds."""
+    arrays = [np.asarray(x) for x in jaxpr.consts if np.ndim(x)]
+    return [
+        {"shape": list(a.shape), "dtype": str(a.dtype), "sha256": hashlib.sha256(a.tobytes()).hexdigest()}
+        for a in arrays
+    ]
+
+
+def check_captured(
+    stored: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], allowed: Sequence[str]
+) -> None:
+    if list(stored) != list(found) and "captured" not in allowed:
+        raise SnapshotError(
+            "the model or loss reads arrays that are neither parameters nor model state, and they are not those that "
+            f"the snapshot was trained with: then {_shapes(stored)}, now {_shapes(found)}. Keep such arrays in an "
+            "nnx.Variable of the model, or name 'captured' in allow_changed to go on with the new ones."
+        )
+
+
+def program_hash(jaxpr: Any) -> str:
+    """sha256 of a traced step; addresses of Python objects in its text are left out."""
+    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr)).encode()).hexdigest()
+
+
+def _shapes(arrays: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{a['dtype']}{a['shape']}" for a in arrays) or "none"
