@@ -15,6 +15,8 @@ from jaxckpt import read_metrics
 from jaxckpt.snapshot.steps import committed_steps, step_path
 
 OWN = ["--config", "tests/own_model.yaml"]
+# The package may be installed or lie here.
+PATHS = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
 
 
 def own(run_dir: Path, *arguments: str) -> list[str]:
@@ -22,7 +24,7 @@ def own(run_dir: Path, *arguments: str) -> list[str]:
 
 
 def run_own(run_dir: Path, *arguments: str, expect: int = 0) -> str:
-    return finish(start(own(run_dir, *arguments), PYTHONPATH="tests"), expect=expect)
+    return finish(start(own(run_dir, *arguments), PYTHONPATH=PATHS), expect=expect)
 
 
 def refused(output: str, *parts: str) -> None:
@@ -53,7 +55,7 @@ def untouched(finished: Path):
 
 
 def test_own_model_data_and_optimizer_resume_bit_for_bit(finished: Path, tmp_path: Path) -> None:
-    signal_after(6, start(own(tmp_path, "steps=2000"), PYTHONPATH="tests"), tmp_path)
+    signal_after(13, start(own(tmp_path, "steps=2000"), PYTHONPATH=PATHS), tmp_path)
     killed_at = committed_steps(tmp_path / "snapshots")
     assert killed_at and killed_at[-1] < 2000
     last = killed_at[-1] + 8
@@ -145,7 +147,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> No
 
 
 def test_a_second_run_in_the_same_directory_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
-    first = start(own(tmp_path, "steps=100000"), PYTHONPATH="tests")
+    first = start(own(tmp_path, "steps=100000"), PYTHONPATH=PATHS)
     try:
         wait_for(lambda: steps_done(tmp_path) >= 1, first, "step 1")
         refused(run_own(tmp_path, expect=2), "in use by another run", str(first.pid))
