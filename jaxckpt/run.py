@@ -174,7 +174,7 @@ class Run:
         if self._is_closed:
             raise ConfigError("this Run is closed; make a new one to train on")
         if self.state is not None:
-            if self._compiled is None:
+            if self._compiled is None and (until is None or self.step < until):
                 self._compiled = self._compile()
             return
         step = self._choose_step()

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxckpt.errors import DataError
 from jaxckpt.observe.metrics import MetricsFile, float_bits, read_metrics
 
 
@@ -64,3 +65,11 @@ def test_float_bits_tell_apart_what_a_decimal_does_not():
     assert (float_bits(float("inf")), float_bits(float("-inf"))) == ("7f800000", "ff800000")
     assert float_bits(np.nextafter(np.float32(1), np.float32(2))) == "3f800001"
     assert float_bits(np.array(0x7FC00001, np.uint32).view(np.float32)) == "7fc00001", "the payload of a NaN too"
+
+
+def test_a_line_that_is_no_json_is_refused_with_its_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(DataError, match="line 2.*move the file away"):
+        MetricsFile(path, resume_step=3)
+    assert path.read_text().count("\n") == 3

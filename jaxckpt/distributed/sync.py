@@ -23,11 +23,13 @@ def _client() -> Any:
 class Group:
     """All processes of the run; every process must make the same calls in the same order."""
 
+    # Shared by all groups of a process, because they share the store, where a key can be set only once.
+    _numbers = itertools.count()
+
     def __init__(self, *, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.is_primary = jax.process_index() == 0
         self._is_alone = jax.process_count() == 1
-        self._numbers = itertools.count()
 
     def barrier(self, what: str) -> None:
         """Waits until every process is here; raises DistributedError, which names `what` and who is missing."""

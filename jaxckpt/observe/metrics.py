@@ -7,6 +7,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from jaxckpt.errors import DataError
+
 
 def float_bits(value: Any) -> str:
     """8 hexadecimal digits: the bits of a float32, which a decimal cannot promise to keep."""
@@ -44,8 +46,17 @@ def _truncate_after(path: Path, step: int) -> None:
         return
     with path.open("rb+") as file:
         end = 0
-        for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break  # cut by a kill
+            try:
+                is_later = json.loads(line)["step"] > step
+            except (ValueError, TypeError, KeyError) as e:
+                raise DataError(
+                    f"{path}, line {number}: not a line of metrics ({type(e).__name__}: {e}), so what the resumed run will "
+                    "write cannot be joined to it. Mend the line, or move the file away: the snapshots do not need it."
+                ) from e
+            if is_later:
                 break
             end += len(line)
         file.truncate(end)
