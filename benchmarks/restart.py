@@ -150,9 +150,9 @@ def restart(contestant: Contestant, prepared: Path, directory: Path) -> Start:
     if contestant.command is train_command:
         output = directory / "output.txt"
         wait_for(lambda: b"from process start" in output.read_bytes(), process, directory)
-        text = output.read_text()
+        text = " ".join(output.read_text().split())  # the console wraps
         assert f"continues after step {SAVED}" in text, text
-        line = next(line for line in text.splitlines() if line.startswith("start-up:"))
+        line = text[text.index("start-up:") :]
         phases = {name.strip(): float(value) for name, value in re.findall(r"([a-z ]+) ([0-9.]+) s[,;]", line)}
     process.kill()
     process.wait()
