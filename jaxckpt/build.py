@@ -86,6 +86,10 @@ def _cache_compilations(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if jax.default_backend() == "cpu":
+        # The caches inside XLA are a GPU's; with them jax 0.10 puts the directory's path into the key, and a run that
+        # was moved would compile again.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def _stored_config(snapshots: Snapshots) -> Mapping[str, Any] | None:

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxckpt.data.batches import BatchStream, check_reproducible
 from jaxckpt.errors import SnapshotError
-from jaxckpt.state import tree
 from jaxckpt.state.fingerprint import combine, np_fingerprint, to_hex
 
 
@@ -39,18 +38,18 @@ def check_batch(stream: BatchStream, start: int, *, step: int, digest: str) -> N
     """
     if jax.process_count() > 1:
         return
-    leaves = tree.flatten(stream.batch_at(start)).values()
+    leaves = jax.tree.leaves(stream.batch_at(start))
     again = to_hex(combine([jax.numpy.asarray(np_fingerprint(x)) for x in leaves]))
     if again != digest:
         raise SnapshotError(
             f"the batch of step {step} had the digest {digest} when it was trained on, and made again it has {again}: the data "
-            "changed, or an example is not a function of its number alone. Give the data that the run began with, or start "
-            "a new run directory."
+            "changed, or an example is not a function of its number alone. Give the data that the run began with, allow the "
+            "change by name (data), or start a new run directory."
         )
 
 
 def check_before_first_save(
-    stream: BatchStream, *, step: int, digest: str, captured: Sequence[Mapping[str, Any]]
+    stream: BatchStream, *, step: int, digest: str, captured: Sequence[Mapping[str, Any]], program: str
 ) -> list[str]:
     """Warnings of what could make a resume inexact; raises where it would not be exact.
 
@@ -60,6 +59,11 @@ def check_before_first_save(
     warning = check_reproducible(stream, start)
     check_batch(stream, start, step=step, digest=digest)
     warnings = [warning] if warning else []
+    if re.search(r"\b(pure|io)_callback\[", program):
+        warnings.append(
+            "the model or loss calls back into Python (pure_callback or io_callback): what it returns is in no snapshot, and "
+            "a resume is exact only if it depends on its arguments alone"
+        )
     if captured:
         warnings.append(
             f"the model or loss reads arrays that are neither parameters nor model state ({_shapes(captured)}); snapshots "
@@ -69,8 +73,8 @@ def check_before_first_save(
 
 
 def captured_arrays(jaxpr: Any) -> list[dict[str, Any]]:
-    """Shape, dtype and hash of the arrays that a traced step closes over: state that no snapshot holds."""
-    arrays = [np.asarray(x) for x in jaxpr.consts if np.ndim(x)]
+    """Shape, dtype and hash of the arrays and scalars that a traced step closes over: state that no snapshot holds."""
+    arrays = [np.asarray(x) for x in jaxpr.consts]
     return [
         {"shape": list(a.shape), "dtype": str(a.dtype), "sha256": hashlib.sha256(a.tobytes()).hexdigest()}
         for a in arrays
@@ -88,9 +92,25 @@ def check_captured(
         )
 
 
-def program_hash(jaxpr: Any) -> str:
-    """sha256 of a traced step; addresses of Python objects in its text are left out."""
-    return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr)).encode()).hexdigest()
+def check_program(meta: Mapping[str, Any], here: Mapping[str, Any], program: str) -> None:
+    """Raises SnapshotError where the traced step is another program than the snapshot's, as far as that can be told:
+    under other versions, on another mesh or with another placement (`here` holds them) the text differs anyway."""
+    is_comparable = all(meta.get(key) == value for key, value in here.items()) and meta.get("program")
+    if is_comparable and meta["program"] != program:
+        raise SnapshotError(
+            f"the training step is not the program that the snapshot of step {meta['step']} was trained with: code or numbers "
+            "of the model, the loss or the optimizer have changed since. Give the old ones, name 'program' in allow_changed "
+            "to go on with the new ones, or start a new run directory."
+        )
+
+
+def program_text(jaxpr: Any) -> str:
+    """A traced step as text, without the addresses of Python objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
+
+
+def program_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _shapes(arrays: Sequence[Mapping[str, Any]]) -> str:

@@ -15,19 +15,23 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxckpt import exactness
+from jaxckpt.arguments import check_arguments
 from jaxckpt.data.batches import BatchStream
 from jaxckpt.distributed.sync import Group, StopAgreement
-from jaxckpt.errors import ConfigError, NonFiniteError, PlanError
+from jaxckpt.errors import ConfigError, NonFiniteError, PlanError, SnapshotError
 from jaxckpt.observe.metrics import MetricsFile
 from jaxckpt.observe.phases import Phases
 from jaxckpt.observe.report import Report, make_report, metrics_line
-from jaxckpt.snapshot.snapshot import FORMAT, Snapshot, Snapshots, environment, leaf_table
+from jaxckpt.snapshot.snapshot import FORMAT, Snapshot, Snapshots, check_leaves, environment, leaf_table
 from jaxckpt.state.mesh import batch_sharding, make_mesh
 from jaxckpt.state.plan import Placement, Rules, make_plan, shardings, unannotated
 from jaxckpt.state.train_state import TrainState, take_apart
 from jaxckpt.update.step import Loss, make_eval_step, make_finite_check, make_train_step
 
 log = logging.getLogger("jaxckpt")
+
+_TRAINING = ("seed", "global_batch", "accumulation_steps", "max_grad_norm", "nonfinite", "compute_dtype")
+"""settings of a Run that must not change between two lives"""
 
 
 class Run:
@@ -68,17 +72,9 @@ class Run:
         timeout_s: float = 300.0,
         phases: Phases | None = None,
     ) -> None:
-        if nonfinite not in ("stop", "skip"):
-            raise ConfigError(f"nonfinite={nonfinite!r}: expected 'stop' or 'skip'")
-        if isinstance(model, nnx.Module) or not callable(model):
-            raise ConfigError(
-                f"model must be a function of nnx.Rngs that makes the module, such as lambda rngs: MyModel(rngs=rngs); found "
-                f"{type(model).__name__}. A module made outside would hold its weights twice and could not be sharded."
-            )
-        if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-            raise ConfigError(f"optimizer must be an optax.GradientTransformation; found {type(optimizer).__name__}")
-        if eval_every and held_out is None:
-            raise ConfigError(f"eval_every={eval_every} needs held_out data; give held_out, or eval_every=None")
+        # Two configurations are compared by those who know their keys; without one, these names are the keys.
+        names = None if config is not None else frozenset({*_TRAINING, "data", "captured", "program"})
+        check_arguments({k: v for k, v in locals().items() if k != "self"}, allowed_keys=names)
         self.mesh = mesh if mesh is not None else make_mesh()
         self.snapshots = snapshots
         self._run_dir = snapshots.run_dir if snapshots else None
@@ -89,14 +85,9 @@ class Run:
         self.stopped = False
         """whether the last `train` ended because it was asked to stop"""
 
-        self._training = {
-            "seed": seed,
-            "global_batch": global_batch,
-            "accumulation_steps": accumulation_steps,
-            "max_grad_norm": max_grad_norm,
-            "nonfinite": nonfinite,
-            "compute_dtype": None if compute_dtype is None else str(np.dtype(compute_dtype)),
-        }
+        dtype = None if compute_dtype is None else str(np.dtype(compute_dtype))
+        settings = (seed, global_batch, accumulation_steps, max_grad_norm, nonfinite, dtype)
+        self._training: dict[str, Any] = dict(zip(_TRAINING, settings, strict=True))
         self._config, self._allow_changed = config, tuple(allow_changed)
         self._nonfinite, self._compute_dtype = nonfinite, compute_dtype
         self._eval_every, self._eval_batches = eval_every, eval_batches
@@ -109,7 +100,7 @@ class Run:
             )
             self._stream.fingerprint = data_fingerprint or self._stream.probe()
             self._held_out = None
-            if held_out is not None and eval_every:
+            if eval_every is not None:
                 self._eval_batches = max(1, min(eval_batches, len(held_out) // global_batch))
                 self._held_out = BatchStream(held_out, global_batch=global_batch, sharding=rows, fingerprint="held out")
             batch = self._stream.batch_struct()
@@ -143,9 +134,10 @@ class Run:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="jaxckpt-compile")
         self._metrics: MetricsFile | None = None
         self._clock = 0.0
-        self._jaxpr: Any = None
         self._program: Future[str] | None = None
         self._is_closed = False
+        self._is_torn = False
+        self._last_report: Report | None = None
         self._resumed_meta: Mapping[str, Any] | None = None
         self._last_saved: int | None = None
         self._is_first_save_checked = False
@@ -158,7 +150,7 @@ class Run:
         `should_stop` is asked after every step; once it says yes on any process, all stop after the same step and
         save it, and `stopped` is set. The last step is always saved. Reports come one step late, so that the device
         never waits for the host, except where a step is evaluated, saved or the last. Leaving the loop by `break` saves
-        nothing: ask for a stop instead.
+        nothing; `train` may be called again and goes on.
         """
         self.stopped = False
         self.open(until)
@@ -173,39 +165,44 @@ class Run:
         """Restores or initialises the state, while the step compiles beside it. `train` calls it."""
         if self._is_closed:
             raise ConfigError("this Run is closed; make a new one to train on")
+        if self._is_torn:
+            raise ConfigError(
+                "this Run was interrupted inside a step, and its state and its data may be a step apart; make a new Run, which "
+                "continues from the newest snapshot"
+            )
         if self.state is not None:
             if self._compiled is None and (until is None or self.step < until):
                 self._compiled = self._compile()
+                self._check_program()
             return
         step = self._choose_step()
         meta = self.snapshots.read_meta(step) if self.snapshots and step is not None else None
-        # Two configurations have been compared already, by those who know their keys.
-        if meta is not None and (self._config is None or meta.get("config") is None):
-            exactness.check_settings(self._run_dir, meta.get("training", {}), self._training, self._allow_changed)
+        self._resumed_meta = meta
+        if self.snapshots and meta is not None:
+            if not self._is_compared_by_config():
+                exactness.check_settings(self._run_dir, meta.get("training", {}), self._training, self._allow_changed)
+            check_leaves(self.snapshots.root, meta["leaves"], leaf_table(self.plan))  # before the compiler's minutes
         is_finished = step is not None and until is not None and step >= until
         compiling = None if is_finished else self._background.submit(self._compile)
         try:
-            if self.snapshots and step is not None:
-                with self.phases.phase("restore"):
-                    snapshot = self.snapshots.restore(step, self.plan, compute_dtype=self._compute_dtype)
-                    self._stream.restore(self._accepted_data(snapshot.data))
-                    if snapshot.data == self._stream.state():  # unless another data or batch size was allowed by name
-                        start = snapshot.data["next_example"] - self._stream.global_batch
-                        exactness.check_batch(self._stream, start, step=step, digest=snapshot.meta["batch_digest"])
-                self.state, self.step, self._last_saved = snapshot.state, step, step
-            else:
-                with self.phases.phase("init"):
-                    self.state = jax.block_until_ready(jax.jit(self._init, out_shardings=shardings(self.plan))())
-            if not is_finished:
-                self._stream.start()
-        finally:
+            self._restore(step) if step is not None else self._initialise()
             if compiling is not None:
-                self._compiled = compiling.result()
-        if meta is not None and not is_finished:
-            exactness.check_captured(meta.get("captured", []), self._captured, self._allow_changed)
-        self._resumed_meta = meta
+                self._stream.start()
+        except BaseException:
+            if compiling is not None:
+                compiling.cancel()
+            raise
+        if compiling is not None:
+            self._compiled = compiling.result()
+            self._check_program()
         if self.snapshots and self._group.is_primary:
             self._metrics = MetricsFile(self.snapshots.run_dir / "metrics.jsonl", resume_step=self.step)
+            if self._metrics.last_step != self.step:
+                log.warning(
+                    "metrics.jsonl ends at step %d and the run continues after step %d: lines are missing",
+                    self._metrics.last_step,
+                    self.step,
+                )
         self._group.barrier("start training")
 
     def close(self) -> None:
@@ -229,19 +226,19 @@ class Run:
     def _loop(self, until: int, should_stop: Callable[[], bool]) -> Iterator[Report]:
         agreement = StopAgreement()
         self._clock = time.perf_counter()
-        pending: _Pending | None = None
+        if self.step >= until and self._last_report and self._last_report.step == self.step:
+            self._save(self._last_report)  # a loop that was left by `break` has come back to save its last step
+        unread: list[_Pending] = []
         is_first = True
         try:
             while self.step < until:
+                self._is_torn = True
                 batch = next(self._stream)
                 started = time.perf_counter()
-                # From here on the state and the stream's position are of this step, and a save must come before the
-                # next batch is drawn.
                 self.state, metrics = self._compiled(self.state, batch)
                 self.step += 1
-                previous, pending = pending, _Pending(self.step, metrics)
-                if previous is not None:
-                    yield self._write(self._read(previous))
+                self._is_torn = False
+                unread.append(_Pending(self.step, metrics))
                 if is_first:
                     jax.block_until_ready(metrics)
                     self.phases.seconds["first step"] = time.perf_counter() - started
@@ -252,23 +249,28 @@ class Run:
                 is_last = self.step >= until or (last is not None and self.step >= last)
                 is_eval = self._eval_every is not None and self.step % self._eval_every == 0
                 is_save = self.snapshots is not None and (is_last or self.step % self.snapshots.every == 0)
-                if is_last or is_eval or is_save:
-                    # Order: the numbers of this step, then its line in the file, then the snapshot. A snapshot of
-                    # step s therefore always finds the lines up to s in place, and its state has been checked.
-                    report = self._read(pending)
-                    pending = None
-                    report = self._write(report, eval_loss=self.evaluate() if is_eval else None)
-                    if is_save:
-                        self._save(report)
+                is_due = is_last or is_eval or is_save
+                reports = []
+                # Order: the numbers of a step, then its line in the file, then its snapshot, then the next batch. So a
+                # snapshot of step s finds the lines up to s in place, its state has been checked, and its data
+                # position is that of s. The user's loop body comes last: it may leave, and all this is done.
+                while len(unread) > (0 if is_due else 1):
+                    report = self._read(unread[0])
+                    is_current = report.step == self.step
+                    reports.append(self._write(report, eval_loss=self.evaluate() if is_eval and is_current else None))
+                    del unread[0]
+                if is_save:
+                    self._save(reports[-1])
+                if is_eval or is_save:
                     self._clock = time.perf_counter()
-                    yield report
                 if self.snapshots:
                     self.snapshots.check()
+                yield from reports
                 if is_last:
                     self.stopped = self.step < until
                     return
-        except GeneratorExit:
-            if pending is not None:  # the loop's body was left by `break`: the step is done, so its line belongs there
+        except (GeneratorExit, KeyboardInterrupt):
+            for pending in unread:  # steps that are done have their lines, however the loop was left
                 self._write(self._read(pending))
             raise
 
@@ -283,7 +285,7 @@ class Run:
         ]
         self._held_out.close()
         totals, counts = zip(*jax.device_get(sums), strict=True)
-        return math.fsum(float(t) for t in totals) / max(math.fsum(float(c) for c in counts), 1.0)
+        return math.fsum(float(t) for t in totals) / (math.fsum(float(c) for c in counts) or 1.0)
 
     # ------------------------------------------------------------------------------------------ one step's parts
 
@@ -303,23 +305,30 @@ class Run:
 
     def _write(self, report: Report, *, eval_loss: float | None = None) -> Report:
         report = replace(report, eval_loss=eval_loss)
+        self._last_report = report
         if self._metrics:
             self._metrics.write(metrics_line(report))
         return report
 
     def _save(self, report: Report) -> None:
-        assert self.snapshots is not None and self.state is not None and self._finite_check is not None
-        if self._last_saved == self.step:
+        if self.snapshots is None or self._last_saved == self.step:
             return
+        assert self.state is not None and self._finite_check is not None and self._program is not None
         bad = sorted(p for p, ok in jax.device_get(self._finite_check.result()(self.state)).items() if not ok)
         if bad:
             raise NonFiniteError(f"step {self.step}: not finite any more: {', '.join(bad[:10])}. {self._way_back()}")
         if not self._is_first_save_checked:
             for warning in exactness.check_before_first_save(
-                self._stream, step=self.step, digest=report.batch_digest, captured=self._captured
+                self._stream,
+                step=self.step,
+                digest=report.batch_digest,
+                captured=self._captured,
+                program=self._program.result(),
             ):
                 log.warning(warning)
             self._is_first_save_checked = True
+        if self._metrics:
+            self._metrics.sync()
         self.snapshots.save(Snapshot(self.state, self._stream.state(), self._meta(report)))
         self._last_saved = self.step
 
@@ -342,7 +351,7 @@ class Run:
             "placement": asdict(self._placement),
             "leaves": leaf_table(self.plan),
             "captured": self._captured,
-            "program": self._program.result() if self._program else None,
+            "program": exactness.program_hash(self._program.result()) if self._program else None,
             "loss_bits": report.loss_bits,
             "batch_digest": report.batch_digest,
             **environment(),
@@ -359,13 +368,28 @@ class Run:
             "choose the snapshot to resume from", lambda: next(reversed(snapshots.steps()), None)
         )
 
+    def _restore(self, step: int) -> None:
+        assert self.snapshots is not None
+        with self.phases.phase("restore"):
+            snapshot = self.snapshots.restore(step, self.plan, compute_dtype=self._compute_dtype)
+            self._stream.restore(self._accepted_data(snapshot.data))
+            if snapshot.data == self._stream.state():  # unless another data or batch size was allowed by name
+                start = snapshot.data["next_example"] - self._stream.global_batch
+                exactness.check_batch(self._stream, start, step=step, digest=snapshot.meta["batch_digest"])
+        self.state, self.step, self._last_saved = snapshot.state, step, step
+
+    def _initialise(self) -> None:
+        with self.phases.phase("init"):
+            self.state = jax.block_until_ready(jax.jit(self._init, out_shardings=shardings(self.plan))())
+
     def _compile(self) -> Any:
         with self.phases.phase("trace"):
             traced = self._step_fn.trace(self.plan, self._batch)
             self._captured = exactness.captured_arrays(traced.jaxpr)
         with self.phases.phase("lower"):
             lowered = traced.lower()
-        self._jaxpr = traced.jaxpr
+        if self.snapshots:
+            self._program = self._background.submit(exactness.program_text, traced.jaxpr)
         with self.phases.phase("compile"):
             return lowered.compile()
 
@@ -374,21 +398,25 @@ class Run:
         if self.snapshots and self._finite_check is None:
             check = make_finite_check(self.plan)
             self._finite_check = self._background.submit(lambda: check.lower(self.plan).compile())
-            self._program = self._background.submit(exactness.program_hash, self._jaxpr)
-            self._jaxpr = None
-            self._background.submit(self._warn_if_program_changed)
 
-    def _warn_if_program_changed(self) -> None:
+    def _is_compared_by_config(self) -> bool:
+        return self._config is not None and (self._resumed_meta or {}).get("config") is not None
+
+    def _check_program(self) -> None:
+        """The traced step against the one that the snapshot was trained with."""
         meta = self._resumed_meta
-        if meta is None or self._program is None or not meta.get("program"):
+        if meta is None or self._program is None:
             return
-        same = all(meta.get(key) == value for key, value in {**environment(), "mesh": dict(self.mesh.shape)}.items())
-        if same and meta.get("placement") == asdict(self._placement) and meta["program"] != self._program.result():
-            log.warning(
-                "the training step is not the program that the snapshot of step %d was trained with: code or numbers of the "
-                "model, the loss or the optimizer have changed since",
-                meta["step"],
-            )
+        exactness.check_captured(meta.get("captured", []), self._captured, self._allow_changed)
+        if self._allow_changed:
+            return  # a change that was allowed changes the program too
+        here = {**environment(), "mesh": dict(self.mesh.shape), "placement": asdict(self._placement)}
+        check = lambda text: exactness.check_program(meta, here, exactness.program_hash(text))
+        if not self._is_compared_by_config():
+            check(self._program.result())
+        else:
+            # The configurations agree, so only code can differ: a hint, and not worth a moment of the start.
+            self._program.add_done_callback(lambda done: _warn_instead(check, done.result()))
 
     def _check_accumulation(self, global_batch: int, accumulation_steps: int) -> None:
         shards = math.prod(self.mesh.shape[a] for a in ("data", "fsdp") if a in self.mesh.shape)
@@ -402,6 +430,13 @@ class Run:
         """The data position, under the present data's fingerprint where a change of data was allowed by name."""
         names = {key.partition(".")[0] for key in self._allow_changed}
         return {**state, "fingerprint": self._stream.fingerprint} if names & {"data", "seed"} else state
+
+
+def _warn_instead(check: Callable[[str], None], text: str) -> None:
+    try:
+        check(text)
+    except SnapshotError as e:
+        log.warning("%s", e)
 
 
 @dataclass(frozen=True)

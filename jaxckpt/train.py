@@ -6,10 +6,12 @@ command continues; 1 training failed (the loss is not finite, a snapshot could n
 
 import gc
 import logging
+import os
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -33,13 +35,26 @@ def main(
     ] = None,
 ) -> None:
     """Trains, or continues from the newest snapshot of the run directory, bit for bit."""
+    is_one_of_many = False
     try:
         with stop_on_signals() as stop:
-            raise SystemExit(train(load_config(config, overrides or ()), allow_changed=allow_changed or (), stop=stop))
+            loaded = load_config(config, overrides or ())
+            is_one_of_many = (loaded.distributed.num_processes or 1) > 1
+            raise SystemExit(train(loaded, allow_changed=allow_changed or (), stop=stop))
     except JaxckptError as e:
-        sys.stderr.write(f"{e}\n")
+        print(e, file=sys.stderr, flush=True)
+        _leave(e.exit_code, at_once=is_one_of_many)
+    except Exception:
+        traceback.print_exc()
+        _leave(1, at_once=is_one_of_many)
+
+
+def _leave(exit_code: int, *, at_once: bool) -> NoReturn:
+    """Ends the process. One of many does so at once: JAX's own way out waits minutes for the others, who wait for us."""
+    if at_once:
         sys.stderr.flush()
-        raise SystemExit(e.exit_code) from None
+        os._exit(exit_code)
+    raise SystemExit(exit_code)
 
 
 def train(config: RunConfig, *, allow_changed: list[str] | tuple[str, ...], stop: StopRequest) -> int:
@@ -60,11 +75,13 @@ def train(config: RunConfig, *, allow_changed: list[str] | tuple[str, ...], stop
     phases.seconds["imports"] = process_age_s()  # the interpreter's own start and the first imports count too
 
     is_primary = config.distributed.process_id in (None, 0)
-    logging.basicConfig(level=logging.INFO if is_primary else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO if is_primary else logging.WARNING, format="%(message)s", stream=sys.stderr, force=True
+    )
     logging.getLogger("absl").setLevel(logging.WARNING)
     logging.getLogger("jax").setLevel(logging.WARNING)
     console = Console(quiet=not is_primary)
-    say = partial(console.print, highlight=False, soft_wrap=True)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
     with build(config, allow_changed=allow_changed, phases=phases) as run:
         console.print(memory_table(run.plan))

@@ -209,11 +209,68 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 
 def test_what_cannot_be_is_refused_at_once():
-    with pytest.raises(ConfigError, match="nonfinite='ignore'"):
-        make_run(nonfinite="ignore")
+    with pytest.raises(ConfigError) as error:
+        make_run(nonfinite="ignore", seed=None, global_batch="8", loss=3, placement={}, lr=1.0, allow_changed=["sede"])
+    for found in ("nonfinite", "'ignore'", "seed", "global_batch", "loss", "jc.Placement", "lr must be", "sede"):
+        assert found in str(error.value)
     with pytest.raises(ConfigError, match="needs held_out"):
         make_run(eval_every=2)
     with pytest.raises(PlanError, match="cannot be cut into 3 microbatches over 2 devices"):
         make_run(accumulation_steps=3)
     with pytest.raises(PlanError, match="no parameters"):
         make_run(model=lambda rngs: nnx.Dropout(0.5, rngs=rngs))
+
+
+def test_a_caught_scalar_must_be_the_same_after_a_resume(tmp_path):
+    def scaled(value):
+        scale = jnp.float32(value)
+        return lambda model, batch: (lambda t, c: (t * scale, c))(*squared_error(model, batch))
+
+    train(tmp_path, 1, loss=scaled(1.0))
+    with make_run(tmp_path, loss=scaled(7.0)) as run, pytest.raises(SnapshotError, match="float32"):
+        list(run.train(2))
+
+
+def test_another_program_is_refused_unless_allowed_by_name(tmp_path):
+    twice = lambda model, batch: (lambda t, c: (t * 2.0, c))(*squared_error(model, batch))
+    train(tmp_path, 1)
+    with make_run(tmp_path, loss=twice) as run, pytest.raises(SnapshotError, match="not the program"):
+        list(run.train(2))
+    assert [r.step for r in train(tmp_path, 2, loss=twice, allow_changed=("program",))[0]] == [2]
+
+
+def test_a_run_interrupted_inside_a_step_refuses_to_go_on(tmp_path):
+    train(tmp_path, 2)
+    with make_run(tmp_path) as run:
+        run.open()
+        compiled, run._compiled = run._compiled, lambda *_: (_ for _ in ()).throw(MemoryError("out of memory"))
+        with pytest.raises(MemoryError):
+            list(run.train(6))
+        run._compiled = compiled
+        with pytest.raises(ConfigError, match="interrupted inside a step"):
+            list(run.train(6))
+    reports, _, _ = train(tmp_path, 6)
+    assert [r.step for r in reports] == [3, 4, 5, 6]
+
+
+def test_leaving_the_loop_loses_no_line_and_the_last_step_is_saved_when_it_goes_on(tmp_path):
+    with make_run(tmp_path) as run:
+        for report in run.train(6):
+            if report.step == 5:
+                break
+        assert run.step == 6
+        assert list(run.train(6)) == []
+        assert run.snapshots.steps()[-1] == 6
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_directory_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
+    with pytest.raises(SnapshotError, match=r"\[.*pattern"):
+        Snapshots(tmp_path / "lr[3e-4]")
+
+
+def test_fields_of_a_batch_may_hold_dots_and_slashes():
+    loss = lambda model, batch: squared_error(model, {"x": batch["image/x.y"], **batch})
+    renamed = lambda i: {"image/x.y": example(i)["x"], **{k: v for k, v in example(i).items() if k != "x"}}
+    with make_run(data=Examples(20, renamed), loss=loss) as run:
+        assert [r.step for r in run.train(1)] == [1]

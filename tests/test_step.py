@@ -237,3 +237,19 @@ def test_the_finite_check_names_the_leaf_in_every_memory_kind():
     state.opt_state[0].nu["inner"]["kernel"] = jax.device_put(np.asarray(kernel) * np.nan, kernel.sharding)
     bad = [path for path, ok in check(state).items() if not ok]
     assert bad == ["opt_state/0/nu/inner/kernel"]
+
+
+def test_a_sum_of_weights_below_one_divides_like_any_other():
+    light = lambda model, batch: tuple(x * 0.01 for x in squared_error(model, batch))
+    full, scaled = (run(1, *make_step(Mlp, SGD, rows=16, loss=loss)[:2])[1] for loss in (squared_error, light))
+    np.testing.assert_allclose(scaled["loss"], full["loss"], rtol=1e-5)  # two float32 roundings of the factor
+
+
+def test_the_reported_learning_rate_is_the_one_used_after_a_skipped_update():
+    schedule = lambda count: 0.1 / (1 + count)
+    step, state, _, _ = make_step(Mlp, optax.sgd(schedule), rows=16, nonfinite="skip", lr=schedule)
+    rates = []
+    for y in (BATCH["y"], BATCH["y"] * np.float32("nan"), BATCH["y"]):
+        state, metrics = run(1, step, state, {**BATCH, "y": y})
+        rates.append(float(metrics["lr"]))
+    np.testing.assert_allclose(rates, [0.1, 0.05, 0.05], rtol=1e-6)

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, assert_same_run, command, finish, signal_after, start, steps_done, train, wait_for
 
 from jaxckpt import read_metrics
 from jaxckpt.snapshot.steps import committed_steps, step_path
+from runs import ROOT, assert_same_run, command, finish, signal_after, start, steps_done, train, wait_for
 
 OWN = ["--config", "tests/own_model.yaml"]
 # The package may be installed or lie here.
@@ -69,7 +69,9 @@ def test_a_finished_run_has_nothing_left_to_do(untouched: Path) -> None:
 
 
 def test_every_problem_of_a_configuration_is_named_at_once(tmp_path: Path) -> None:
-    output = train(tmp_path, "optimizer.lrr=1", "steps=many", "data.batch_size=0", "mesh.fsdp=-1", "mesh.data=-1", expect=2)
+    output = train(
+        tmp_path, "optimizer.lrr=1", "steps=many", "data.batch_size=0", "mesh.fsdp=-1", "mesh.data=-1", expect=2
+    )
     refused(output, "optimizer.lrr", "did you mean optimizer.lr", "steps", "many", "data.batch_size", "mesh")
     assert not list(tmp_path.iterdir())
 
@@ -92,7 +94,14 @@ def test_missing_configuration_file_is_refused() -> None:
         (("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=8"), ("num_heads", "tensor axis of 8")),
         (("model.vocab_size=100",), ("model.vocab_size", "100", "257")),
     ],
-    ids=["missing text", "batch and mesh", "microbatches and mesh", "mesh and devices", "heads and tensor axis", "vocabulary"],
+    ids=[
+        "missing text",
+        "batch and mesh",
+        "microbatches and mesh",
+        "mesh and devices",
+        "heads and tensor axis",
+        "vocabulary",
+    ],
 )
 def test_what_does_not_fit_is_refused(overrides: tuple[str, ...], parts: tuple[str, ...], tmp_path: Path) -> None:
     refused(train(tmp_path, *overrides, expect=2), *parts)

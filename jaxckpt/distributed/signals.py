@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,12 +27,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if request:
-            sys.stderr.write(f"\n{name} again: stopping at once; what was not saved is lost\n")
-            sys.stderr.flush()
+            _say(f"{name} again: stopping at once; what was not saved is lost")
             os._exit(STOPPED)
         request.signal_name = name
-        sys.stderr.write(f"\n{name}: saving after this step, then stopping (once more: stop at once)\n")
-        sys.stderr.flush()
+        _say(f"{name}: saving after this step, then stopping (once more: stop at once)")
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -41,3 +38,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    # Not through sys.stderr, which the interrupted code may be in the middle of using.
+    os.write(2, f"\n{text}\n".encode())

@@ -77,11 +77,12 @@ class StopAgreement:
     that asks after dispatching step s therefore names s+2, publishes it before it dispatches s+1, and all see it.
     """
 
-    _DIRECTORY = f"{_PREFIX}/stop"
+    _numbers = itertools.count()  # shared like Group's: each call of `train` agrees anew
 
     def __init__(self) -> None:
         self._is_alone = jax.process_count() == 1
         self._last_step: int | None = None
+        self._directory = f"{_PREFIX}/stop/{next(self._numbers)}"
 
     def last_step(self, dispatched: int, is_requested: bool) -> int | None:
         """Call after dispatching step `dispatched` and before the next; the step to stop after, once there is one."""
@@ -90,11 +91,11 @@ class StopAgreement:
         elif self._last_step is None:
             if is_requested:
                 try:
-                    _client().key_value_set(f"{self._DIRECTORY}/after_step", str(dispatched + 2), allow_overwrite=False)
+                    _client().key_value_set(f"{self._directory}/after_step", str(dispatched + 2), allow_overwrite=False)
                 except Exception as e:  # another process was first
                     if "ALREADY_EXISTS" not in str(e):
                         raise
-            values = dict(_client().key_value_dir_get(self._DIRECTORY))
+            values = dict(_client().key_value_dir_get(self._directory))
             if values:
                 self._last_step = int(next(iter(values.values())))
         return self._last_step

@@ -29,28 +29,39 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         """Opens `path` and drops what lies after `resume_step`: the run is about to do those steps again."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _truncate_after(path, resume_step)
-        self._file: TextIO = path.open("a")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.last_step = _truncate_after(path, resume_step)
+            """step of the last line that was kept, 0 if there is none"""
+            self._file: TextIO = path.open("a")
+        except OSError as e:
+            raise DataError(f"{path} cannot be written: {e}. Move it away: the snapshots do not need it.") from e
 
     def write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Returns when the lines are on the disk, so that a snapshot never outlives the lines before it."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
 
-def _truncate_after(path: Path, step: int) -> None:
+def _truncate_after(path: Path, step: int) -> int:
+    """Cuts the file before the first line of a later step; the step of the last line that stays."""
+    last = 0
     if not path.exists():
-        return
+        return last
     with path.open("rb+") as file:
         end = 0
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break  # cut by a kill
             try:
-                is_later = json.loads(line)["step"] > step
+                found = json.loads(line)["step"]
+                is_later = found > step
             except (ValueError, TypeError, KeyError) as e:
                 raise DataError(
                     f"{path}, line {number}: not a line of metrics ({type(e).__name__}: {e}), so what the resumed run will "
@@ -58,5 +69,6 @@ def _truncate_after(path: Path, step: int) -> None:
                 ) from e
             if is_later:
                 break
-            end += len(line)
+            end, last = end + len(line), found
         file.truncate(end)
+    return last

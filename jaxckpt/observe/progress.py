@@ -48,4 +48,4 @@ class TrainingProgress:
         is_due = eval_loss is not None or step == self._total or now - self._last_line >= PLAIN_INTERVAL_S
         if is_due and (self._bar is None or eval_loss is not None):
             self._last_line = now
-            self._console.print(f"step {step}/{self._total}  {text}", highlight=False, soft_wrap=True)
+            self._console.print(f"step {step}/{self._total}  {text}", highlight=False, markup=False, soft_wrap=True)

@@ -38,6 +38,12 @@ def load_state(directory: Path, target: dict[str, jax.ShapeDtypeStruct], *, time
     return {path: _as_key(arrays[path], keys[path]) if path in keys else arrays[path] for path in target}
 
 
+def check_complete(directory: Path) -> None:
+    """Raises OSError where the processes' arrays were not merged into one; Orbax only warns of that."""
+    if not (directory / "state" / "manifest.ocdbt").is_file():
+        raise OSError(f"Orbax left no manifest in {directory / 'state'}, without which the arrays cannot be read")
+
+
 def read_json(directory: Path, item: str) -> Any:
     """The JSON item `data` or `meta`, without touching an array or a device."""
     return json.loads((directory / item / "data.json").read_text())

@@ -49,6 +49,11 @@ class Snapshots:
                 f"run_dir {str(run_dir)!r}: only local paths can be written; give a directory of this machine"
             )
         self.run_dir = Path(run_dir).absolute()
+        if odd := sorted(set("*?[") & set(str(self.run_dir))):
+            raise SnapshotError(
+                f"run_dir {str(self.run_dir)!r} holds {' and '.join(odd)}, which Orbax takes for a pattern: its snapshots could "
+                "not be read again. Give a directory without these characters."
+            )
         self.root = self.run_dir / "snapshots"
         self.every, self.keep, self.timeout_s = every, keep, timeout_s
         self._job: threading.Thread | None = None
@@ -97,8 +102,7 @@ class Snapshots:
         directory = steps.step_path(self.root, step)
         stored = {path: x for path, x in stored_leaves(snapshot.state).items() if math.prod(x.shape)}
         try:
-            if self._group.is_primary:
-                steps.check_writable(self.root)
+            self._group.from_primary("start a snapshot", lambda: steps.check_writable(self.root))
             response = orbax_io.save_async(
                 directory, state=stored, data=snapshot.data, meta=snapshot.meta, timeout_s=self.timeout_s
             )
@@ -172,6 +176,7 @@ class Snapshots:
         try:
             response.result(timeout=self.timeout_s)
             if self._group.is_primary:
+                orbax_io.check_complete(steps.step_path(self.root, step))
                 steps.commit(self.root, step)
         except BaseException as e:
             self._error = self._failed(step, e)

@@ -54,7 +54,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         total, count, grads, model_state = gradients(state, batch, step_key(seed, state.step))
-        denominator = jnp.maximum(count, 1).astype(jnp.float32)
+        denominator = jnp.where(count > 0, count, 1).astype(jnp.float32)  # a batch without targets changes nothing
         mean = total / denominator
         grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / denominator, grads)
         grad_norm = optax.tree.norm(grads)
@@ -82,10 +82,10 @@ def make_train_step(
             "grad_norm": grad_norm,
             "tokens": count,
             "finite": finite,
-            "batch_digest": combine([fingerprint(x) for x in tree.flatten(batch).values()]),
+            "batch_digest": combine([fingerprint(x) for x in jax.tree.leaves(batch)]),
         }
         if lr is not None:
-            metrics["lr"] = jnp.asarray(lr(state.step), jnp.float32)
+            metrics["lr"] = jnp.asarray(lr(_updates_taken(state)), jnp.float32)
         return jax.device_put(new, shardings(plan)), metrics
 
     return jax.jit(
@@ -194,6 +194,12 @@ def _make_gradients(
         return jax.lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, P(None, *sharding.spec)))
 
     return accumulated
+
+
+def _updates_taken(state: TrainState) -> jax.Array:
+    """The optimizer's own count, which stands still when an update is skipped; the step, for one that keeps none."""
+    counts = [x for path, x in tree.flatten(state.opt_state).items() if path.split("/")[-1] == "count" and x.ndim == 0]
+    return counts[-1] if counts else state.step
 
 
 def _checked_loss(loss: Loss, module: nnx.Module, batch: Any) -> tuple[jax.Array, jax.Array]:

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -112,3 +113,18 @@ def test_a_process_that_never_comes_is_waited_for_within_the_limit(tmp_path: Pat
     output = finish(alone, expect=None)
     assert alone.returncode != 0
     assert "distributed" in output or "barrier" in output.lower(), output
+
+
+def test_a_save_that_fails_on_one_process_ends_both_at_once(tmp_path: Path, uninterrupted: Path) -> None:
+    share_compilations(uninterrupted, tmp_path)
+    processes = start_two(tmp_path, "steps=100000")
+    try:
+        wait_for(lambda: steps_done(tmp_path) >= 7, processes[0], "step 7")
+        (tmp_path / "snapshots").rename(tmp_path / "gone")
+        failed_at = time.monotonic()
+        outputs = [finish(process, expect=None) for process in processes]
+        assert time.monotonic() - failed_at < 60, "a process waited for one that had failed"
+    finally:
+        kill(processes)
+    assert all(process.returncode != 0 for process in processes)
+    assert "could not be saved" in outputs[0] and "No such file" in outputs[0], outputs[0]
