@@ -73,8 +73,9 @@ class Group:
 class StopAgreement:
     """Turns a stop request of any process into one last step that all processes share.
 
-    Metrics are read one step late, so no process dispatches step s+2 before every process has dispatched s. A process
-    that asks after dispatching step s therefore names s+2, publishes it before it dispatches s+1, and all see it.
+    A process dispatches step s, asks here, and then waits for the numbers of s-1, which every process must have dispatched.
+    So while one that has dispatched s publishes its wish, before it dispatches s+1, another may at most have asked at
+    s+2, and must see the wish when it asks at s+3: all stop after s+3.
     """
 
     _numbers = itertools.count()  # shared like Group's: each call of `train` agrees anew
@@ -91,7 +92,7 @@ class StopAgreement:
         elif self._last_step is None:
             if is_requested:
                 try:
-                    _client().key_value_set(f"{self._directory}/after_step", str(dispatched + 2), allow_overwrite=False)
+                    _client().key_value_set(f"{self._directory}/after_step", str(dispatched + 3), allow_overwrite=False)
                 except Exception as e:  # another process was first
                     if "ALREADY_EXISTS" not in str(e):
                         raise
