@@ -18,7 +18,6 @@ from jaxckpt.data.tokens import ShuffledEpochs
 from jaxckpt.errors import DataError
 
 COUNTER = itertools.count()
-needs_8_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 
 
 class Examples:
@@ -192,7 +191,6 @@ def test_the_rows_of_any_number_of_processes_make_the_same_global_batch(rows_eac
     assert same(jax.tree.map(joined, *parts), whole)
 
 
-@needs_8_devices
 @pytest.mark.parametrize(
     ("axes", "spec"),
     [
@@ -224,7 +222,6 @@ def test_a_step_compiled_from_batch_struct_takes_the_batch():
     stream.close()
 
 
-@needs_8_devices
 def test_a_batch_that_the_mesh_cannot_divide_names_batches_that_fit():
     sharding = sharding_of(PartitionSpec(("data", "fsdp")), data=2, fsdp=4)
     with pytest.raises(DataError, match=r"batch of 12 .* 8 shards \(mesh axes data=2, fsdp=4\)\. Use 8 or 16"):

@@ -455,7 +455,6 @@ def test_paths_say_what_weight_decay_leaves_out():
     }
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "qkv_bias": True, "qk_norm": True, "remat": "full"}])
 def test_a_sharded_model_equals_the_model_on_one_device(changes):
     model = make_model(**changes)
