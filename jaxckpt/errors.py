@@ -23,6 +23,10 @@ class SnapshotError(JaxckptError):
     """A snapshot cannot be written, read, or does not fit this run."""
 
 
+class DamagedSnapshot(SnapshotError):
+    """A committed snapshot is not what was saved: a file is missing, cut, exchanged, or holds other bits."""
+
+
 class SaveError(SnapshotError):
     """A snapshot could not be written while training; what was saved before is untouched."""
 
