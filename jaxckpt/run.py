@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxckpt import exactness
 from jaxckpt.arguments import check_arguments
 from jaxckpt.data.batches import BatchStream
-from jaxckpt.distributed.sync import Group, StopAgreement
+from jaxckpt.distributed.sync import Agreement, Group
 from jaxckpt.errors import ConfigError, NonFiniteError, PlanError, SnapshotError
 from jaxckpt.observe.metrics import MetricsFile
 from jaxckpt.observe.phases import Phases
@@ -224,7 +224,7 @@ class Run:
         self.close()
 
     def _loop(self, until: int, should_stop: Callable[[], bool]) -> Iterator[Report]:
-        agreement = StopAgreement()
+        agreement = Agreement()
         self._clock = time.perf_counter()
         if self.step >= until and self._last_report and self._last_report.step == self.step:
             self._save(self._last_report)  # a loop that was left by `break` has come back to save its last step
@@ -245,7 +245,7 @@ class Run:
                     is_first = False
                     self._after_first_step()
 
-                last = agreement.last_step(self.step, should_stop())
+                last = agreement.agreed_step(self.step, should_stop())
                 is_last = self.step >= until or (last is not None and self.step >= last)
                 is_eval = self._eval_every is not None and self.step % self._eval_every == 0
                 is_save = self.snapshots is not None and (is_last or self.step % self.snapshots.every == 0)

@@ -25,7 +25,7 @@ def join(coordinator_address: str, num_processes: int, process_id: int, *, timeo
     Returns when all `num_processes` have joined; raises DistributedError after `timeout_s`.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of the CPU backend only
-    # Its handler would take SIGTERM away from ours, and it leaves SIGINT alone; `StopAgreement` does both.
+    # Its handler would take SIGTERM away from ours, and it leaves SIGINT alone; `stop_on_signals` and `Agreement` do both.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
