@@ -176,7 +176,6 @@ class Snapshots:
         try:
             response.result(timeout=self.timeout_s)
             if self._group.is_primary:
-                orbax_io.check_complete(steps.step_path(self.root, step))
                 steps.commit(self.root, step)
         except BaseException as e:
             self._error = self._failed(step, e)
