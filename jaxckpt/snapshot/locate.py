@@ -1,0 +1,59 @@
+"""From what a user writes to a snapshot: a run directory, its snapshots, or a step, local or on gs://."""
+
+import os
+import re
+from typing import NamedTuple
+
+from etils import epath
+
+from jaxckpt.errors import SnapshotError
+from jaxckpt.snapshot import paths, steps
+
+_STEP_DIRECTORY = re.compile(r"^step_(\d{10})$")
+
+
+class Located(NamedTuple):
+    root: epath.Path
+    """the directory of snapshots"""
+    step: int
+
+
+def locate(text: str | os.PathLike[str]) -> Located:
+    """The snapshot that `text` names: RUN_DIR, RUN_DIR/snapshots or a step's directory, with @STEP or @PIN behind.
+
+    Without either, the newest. Raises SnapshotError, which says what there is.
+    """
+    place, name = split_name(str(text))
+    directory = paths.resolve(place)
+    if match := _STEP_DIRECTORY.match(directory.name):
+        return _checked(directory.parent, int(match[1]), text)
+    root = snapshots_of(directory)
+    if name is None:
+        found = steps.committed_steps(root)
+        if not found:
+            raise SnapshotError(f"{text}: no snapshot found in {root}. Give a run directory that has been saved to.")
+        return Located(root, found[-1])
+    if name.isdigit():
+        return _checked(root, int(name), text)
+    pins = steps.pins(root)
+    if name not in pins:
+        raise SnapshotError(f"{text}: no pin {name!r} in {root}; there are {sorted(pins) or 'none'}.")
+    return _checked(root, pins[name], text)
+
+
+def split_name(text: str) -> tuple[str, str | None]:
+    """('path', 'step or pin') of 'path@step'; an @ before the last slash belongs to the path."""
+    place, at, name = text.rpartition("@")
+    return (place, name) if at and name and "/" not in name else (text, None)
+
+
+def snapshots_of(directory: epath.Path) -> epath.Path:
+    """`directory/snapshots` of a run directory; a directory of snapshots itself."""
+    return directory if directory.name == "snapshots" else directory / "snapshots"
+
+
+def _checked(root: epath.Path, step: int, text: str | os.PathLike[str]) -> Located:
+    found = steps.committed_steps(root)
+    if step not in found:
+        raise SnapshotError(f"{text}: no snapshot of step {step} in {root}; there are {found or 'none'}.")
+    return Located(root, step)
