@@ -17,10 +17,10 @@ from jaxckpt.config.values import (
     Files,
     HostPort,
     Index,
-    LocalDirectory,
     Positive,
     Remat,
     Rules,
+    RunDirectory,
     Target,
     Text,
     Tier,
@@ -175,8 +175,8 @@ class Distributed(Config):
 class RunConfig(Config):
     """A whole run. Frozen; two are equal when every key is."""
 
-    run_dir: LocalDirectory
-    """local directory for snapshots, metrics and the report; relative to the working directory"""
+    run_dir: RunDirectory
+    """directory for snapshots, metrics and the report: a local one, relative to the working directory, or gs://bucket/prefix"""
     steps: Count
     """optimizer steps of the whole run, over all its restarts"""
     seed: Index = 0

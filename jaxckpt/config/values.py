@@ -53,12 +53,21 @@ def _rules(rules: dict[str, list]) -> dict[str, list]:
     return rules
 
 
-def _local_directory(value: str) -> str:
-    if scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
-        raise ValueError(f"found {value!r}; this version writes to local paths only, not to {scheme[0]}")
+def _run_directory(value: str) -> str:
     if not value.strip():
-        raise ValueError("expected a directory, found an empty text")
-    return os.path.expanduser(value)
+        raise ValueError("expected a directory or gs://bucket/prefix, found an empty text")
+    if odd := sorted(set("*?[") & set(value)):
+        raise ValueError(
+            f"found {value!r}; {' and '.join(odd)} cannot be part of it, because Orbax takes them for a pattern"
+        )
+    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/+", value)
+    if scheme is None:
+        return os.path.expanduser(value)
+    if scheme[0] != "gs://":
+        raise ValueError(f"found {value!r}; expected a local directory or gs://bucket/prefix, not {scheme[0]}")
+    if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/+[^/]+)+/*", value):
+        raise ValueError(f"found {value!r}; expected gs://bucket/prefix")
+    return value.rstrip("/")
 
 
 Int = Annotated[int, BeforeValidator(_number)]
@@ -75,7 +84,7 @@ Regex = Annotated[str, AfterValidator(_regex)]
 Text = Annotated[str, Field(min_length=1)]
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Files = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
-LocalDirectory = Annotated[str, AfterValidator(_local_directory)]
+RunDirectory = Annotated[str, AfterValidator(_run_directory)]
 HostPort = Annotated[str, Field(pattern=r"^\S+:\d+$")]
 Rules = Annotated[dict[str, list[str | list[str] | None]], AfterValidator(_rules)]
 ComputeDtype = Literal["float32", "bfloat16"]
