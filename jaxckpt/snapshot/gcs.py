@@ -46,11 +46,11 @@ def names(directory: str) -> set[str]:
     return {name.removeprefix(f"{prefix}/") for name in found} - {""}
 
 
-def objects_under(directory: str) -> list[str]:
-    """The paths of all objects under `directory`, however deep."""
+def objects_under(directory: str) -> dict[str, int]:
+    """{path: bytes} of all objects under `directory`, however deep."""
     bucket, prefix = _split(directory)
     pages = _pages(directory, bucket, prefix=f"{prefix}/")
-    return [f"gs://{bucket}/{item['name']}" for page in pages for item in page.get("items", [])]
+    return {f"gs://{bucket}/{item['name']}": int(item["size"]) for page in pages for item in page.get("items", [])}
 
 
 def read(path: str) -> bytes:

@@ -178,7 +178,7 @@ def _move_aside(root: epath.Path, step: int, prefix: str) -> str:
         _fsync(root)
         return target
     old = [os.fspath(root / (name + _MARK))] if name + _MARK in names else []
-    old += gcs.objects_under(os.fspath(root / name))
+    old += list(gcs.objects_under(os.fspath(root / name)))
     before, after = os.fspath(root / name), os.fspath(root / target)
     gcs.copy_all([(path, after + path.removeprefix(before)) for path in old])
     gcs.delete(before + _MARK)
@@ -187,6 +187,11 @@ def _move_aside(root: epath.Path, step: int, prefix: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ pins
+
+
+def quarantined(root: epath.Path) -> list[str]:
+    """Names of the damaged steps that were set aside."""
+    return sorted(n for n in _names(root) if n.startswith("damaged_") and not n.endswith(_MARK))
 
 
 def pin(root: epath.Path, step: int, name: str) -> None:
