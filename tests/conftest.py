@@ -1,6 +1,7 @@
 """Eight CPU devices for every test, and silence only where a dependency speaks without need."""
 
 import jax
+from gcs import gcs, gcs_server  # noqa: F401 (fixtures)
 
 from jaxckpt.distributed.start import use_cpu_devices
 

@@ -1,13 +1,19 @@
 """`metrics.jsonl`: one line a step, each step once, also after a rollback."""
 
 import json
+import logging
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from jaxckpt.errors import DataError
+from jaxckpt.errors import DataError, SaveError
+from jaxckpt.snapshot import gcs, paths
+
+log = logging.getLogger("jaxckpt")
 
 
 def float_bits(value: Any) -> str:
@@ -16,41 +22,88 @@ def float_bits(value: Any) -> str:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without a last line that a kill has cut."""
+    """The lines of a metrics file, local or on gs://, without a last line that a kill has cut."""
     lines = []
-    for line in Path(path).read_bytes().splitlines(keepends=True):
+    name = os.fspath(path)
+    content = Path(name).read_bytes() if paths.is_local(name) else gcs.read(os.fspath(paths.resolve(name)))
+    for line in content.splitlines(keepends=True):
         if line.endswith(b"\n"):
             lines.append(json.loads(line))
     return lines
 
 
 class MetricsFile:
-    """Appends lines; each reaches the operating system before `write` returns, so a killed process loses none."""
+    """Appends lines; each reaches the operating system before `write` returns, so a killed process loses none.
 
-    def __init__(self, path: Path, *, resume_step: int) -> None:
+    A file on gs:// cannot grow: its lines gather in a private local file, and `sync` uploads all of them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume_step: int) -> None:
         """Opens `path` and drops what lies after `resume_step`: the run is about to do those steps again."""
+        self._path = os.fspath(path)
+        self._private: str | None = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.last_step = _truncate_after(path, resume_step)
+            if paths.is_local(self._path):
+                self._local = Path(self._path)
+                self._local.parent.mkdir(parents=True, exist_ok=True)
+            else:
+                self._private = tempfile.mkdtemp(prefix="jaxckpt-metrics-")
+                self._local = Path(self._private, "metrics.jsonl")
+                _download(self._path, self._local)
+            self.last_step = _truncate_after(self._local, resume_step, shown=self._path)
             """step of the last line that was kept, 0 if there is none"""
-            self._file: TextIO = path.open("a")
+            self._file: TextIO = self._local.open("a")
         except OSError as e:
-            raise DataError(f"{path} cannot be written: {e}. Move it away: the snapshots do not need it.") from e
+            self._remove_private()
+            raise DataError(f"{self._path} cannot be written: {e}. Move it away: the snapshots do not need it.") from e
+        except DataError:
+            self._remove_private()
+            raise
 
     def write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Returns when the lines are on the disk, so that a snapshot never outlives the lines before it."""
-        os.fsync(self._file.fileno())
+        """Returns when the lines are on the disk, or in the object, so that a snapshot never outlives the lines before it.
+
+        May be called beside `write`, from another thread. Raises SaveError.
+        """
+        try:
+            if self._private is None:
+                os.fsync(self._file.fileno())
+            else:
+                gcs.upload(os.fspath(self._local), self._path)
+        except OSError as e:
+            raise SaveError(f"{self._path}: the lines of metrics could not be written: {e}") from e
 
     def close(self) -> None:
-        self._file.close()
+        """Also uploads the lines since the last `sync`, if it can: a resumed run would do their steps again."""
+        if self._file.closed:
+            return
+        try:
+            if self._private is not None:
+                self.sync()
+        except SaveError as e:
+            log.warning("%s", e)
+        finally:
+            self._file.close()
+            self._remove_private()
+
+    def _remove_private(self) -> None:
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
 
 
-def _truncate_after(path: Path, step: int) -> int:
-    """Cuts the file before the first line of a later step; the step of the last line that stays."""
+def _download(path: str, local: Path) -> None:
+    try:
+        local.write_bytes(gcs.read(path))
+    except FileNotFoundError:
+        local.touch()
+
+
+def _truncate_after(path: Path, step: int, *, shown: str) -> int:
+    """Cuts the file before the first line of a later step; the step of the last line that stays. Errors call it `shown`."""
     last = 0
     if not path.exists():
         return last
@@ -64,7 +117,7 @@ def _truncate_after(path: Path, step: int) -> int:
                 is_later = found > step
             except (ValueError, TypeError, KeyError) as e:
                 raise DataError(
-                    f"{path}, line {number}: not a line of metrics ({type(e).__name__}: {e}), so what the resumed run will "
+                    f"{shown}, line {number}: not a line of metrics ({type(e).__name__}: {e}), so what the resumed run will "
                     "write cannot be joined to it. Mend the line, or move the file away: the snapshots do not need it."
                 ) from e
             if is_later:

@@ -142,11 +142,11 @@ def _each(work: Any, arguments: list[tuple[str, ...]]) -> None:
 def _pages(path: str, bucket: str, **query: str) -> Iterator[dict[str, Any]]:
     token: dict[str, str] = {}
     while True:
-        with _errors(path):
-            try:
+        try:
+            with _errors(path):
                 page = json.loads(_call("GET", "b/{}/o", bucket, **query, **token)[1])
-            except FileNotFoundError:
-                raise OSError(f"{path}: there is no bucket gs://{bucket}, or it may not be listed") from None
+        except FileNotFoundError:
+            raise OSError(f"{path}: there is no bucket gs://{bucket}, or it may not be listed") from None
         yield page
         if "nextPageToken" not in page:
             return
@@ -178,8 +178,8 @@ def _errors(path: str) -> Iterator[None]:
         raise FileExistsError(f"{path}: another generation of the object is there") from None
     except (TimeoutError, aiohttp.ServerTimeoutError) as e:
         raise OSError(
-            f"{path}: the server has not answered, and was asked again for {paths.timeout_s():g} s each time "
+            f"{path}: the server was asked again and again, and said nothing for {paths.timeout_s():g} s each time "
             f"({paths.TIMEOUT_VARIABLE} sets another limit)"
         ) from e
-    except (HttpError, aiohttp.ClientError, google.auth.exceptions.GoogleAuthError, ValueError) as e:
-        raise OSError(f"{path}: {type(e).__name__}: {e}") from e
+    except (OSError, HttpError, aiohttp.ClientError, google.auth.exceptions.GoogleAuthError, ValueError) as e:
+        raise OSError(f"{path}: {type(e).__name__}: {' '.join(str(e).split())}") from e

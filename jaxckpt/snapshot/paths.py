@@ -1,6 +1,7 @@
 """Where a run may live: a local directory or `gs://bucket/prefix`, and what must be set before either is touched."""
 
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -93,6 +94,9 @@ def _prepare_gcs() -> None:
 
     if hasattr(gpath._is_tf_installed, "cache_clear"):
         gpath._is_tf_installed.cache_clear()  # it may have been asked before EPATH_USE_TF was set
+    # It prints a traceback for every error that it also raises.
+    if not (gcsfs_log := logging.getLogger("gcsfs")).handlers:
+        gcsfs_log.addHandler(logging.NullHandler())
     import aiohttp
     import fsspec.config
 
