@@ -1,5 +1,7 @@
 """The fingerprint is a function of an array's bits, the same in jit and in numpy, under every sharding and memory kind."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import mesh_of
 
-from jaxckpt.state.fingerprint import PACK, combine, fingerprint, np_fingerprint, to_hex
+from jaxckpt.state.fingerprint import PACK, PartialFingerprint, combine, fingerprint, np_fingerprint, to_hex
 
 DTYPES = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"),
@@ -49,6 +51,95 @@ def test_jit_and_numpy_agree_on_64_bit_values():
         for name in ("int64", "float64", "complex128"):
             a = random_bits((3, 5), np.dtype(name))
             assert to_hex(jax.jit(fingerprint)(a)) == to_hex(np_fingerprint(a)), name
+
+
+def reference(words):
+    """The formula over a whole array of words at once."""
+    k1 = np.zeros((1,) * words.ndim, np.uint32)
+    k2 = np.zeros_like(k1)
+    for d, n in enumerate(words.shape):
+        index = np.arange(n, dtype=np.uint32).reshape([-1 if i == d else 1 for i in range(words.ndim)])
+        h = []
+        for salt in (0x9E3779B9 * (2 * d + 1), 0x7F4A7C15 * (2 * d + 2)):
+            t = index + np.uint32(salt & 0xFFFFFFFF)
+            t = (t ^ t >> 16) * np.uint32(0x85EBCA6B)
+            t = (t ^ t >> 13) * np.uint32(0xC2B2AE35)
+            h.append(t ^ t >> 16)
+        k1 = k1 + h[0]
+        k2 = k2 + (h[1] & np.uint32(0xFFFFFFFE) | np.uint32(d == words.ndim - 1))
+    x = words ^ k1
+    x = (x ^ x >> 16) * k2
+    x ^= x >> 15
+    y = x * np.uint32(0x9E3779B1)
+    y ^= y >> 16
+    return np.array([x.sum(dtype=np.uint32), y.sum(dtype=np.uint32)])
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(300_001,), (2, 150_000), (140_000, 3), (3, 20_000, 5), (17, 16_001), (2, 2, 70_000), (40, 40, 40, 4)],
+    ids=str,
+)
+def test_large_arrays_are_added_up_from_pieces(shape):
+    a = random_bits(shape, np.dtype(np.uint32))
+    assert np_fingerprint(a).tolist() == reference(a).tolist()
+    assert np_fingerprint(a.view(np.uint16)[..., ::2]).tolist() == reference((a & 0xFFFF).astype(np.uint32)).tolist()
+
+
+def test_large_packed_arrays_are_added_up_from_whole_words():
+    a = random_bits((3, 1024 * PACK), np.dtype(np.uint8))
+    assert np_fingerprint(a).tolist() == reference(a.view(np.uint32)).tolist()
+    assert np_fingerprint(a[:, ::-1]).tolist() == reference(a[:, ::-1].copy().view(np.uint32)).tolist()
+
+
+def cut(data, shape, align=1):
+    """A random partition of an array into blocks, as (starts, slices)."""
+    edges = []
+    for d, n in enumerate(shape):
+        unit = align if d == len(shape) - 1 else 1
+        inner = data.draw(st.lists(st.integers(0, n // unit), max_size=3))
+        edges.append(sorted({0, n, *(unit * i for i in inner)}))
+    spans = [list(itertools.pairwise(e)) for e in edges]
+    return [(tuple(a for a, _ in box), tuple(slice(*s) for s in box)) for box in itertools.product(*spans)]
+
+
+BLOCK_SHAPES = [(9,), (4, 3), (2, 3, 5), (3, PACK), (2, 2, 2 * PACK)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([*DTYPES, "float64", "int64"]), st.sampled_from(BLOCK_SHAPES), st.data())
+def test_the_shares_of_the_blocks_add_up_to_the_whole(name, shape, data):
+    a = random_bits(shape, dtype_of(name), seed=data.draw(st.integers(0, 99)))
+    per_word = 4 // a.itemsize if a.itemsize < 4 and shape[-1] % PACK == 0 else 1
+    shares = [np_fingerprint(a[box], starts, shape) for starts, box in cut(data, shape, per_word)]
+    assert np.sum(shares, axis=0, dtype=np.uint32).tolist() == np_fingerprint(a).tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([*DTYPES, "float64", "int64"]), st.sampled_from(BLOCK_SHAPES), st.data())
+def test_blocks_that_cut_words_in_any_order_and_by_several_readers_add_up_too(name, shape, data):
+    a = random_bits(shape, dtype_of(name), seed=data.draw(st.integers(0, 99)))
+    readers = [PartialFingerprint(shape, a.dtype) for _ in range(2)]
+    for starts, box in data.draw(st.permutations(cut(data, shape))):
+        data.draw(st.sampled_from(readers)).add(a[box], starts)
+    readers[0].merge(readers[1])
+    assert readers[0].value().tolist() == np_fingerprint(a).tolist()
+
+
+def test_a_block_that_cuts_a_word_is_refused():
+    a = np.zeros((2, PACK), np.int8)
+    for box, starts in [(a[:, 2:], (0, 2)), (a[:, :6], (0, 0))]:
+        with pytest.raises(ValueError, match="cuts words of 4 elements of int8"):
+            np_fingerprint(box, starts, a.shape)
+
+
+def test_shards_of_jit_arrays_add_up_to_the_jit_value():
+    a = random_bits((8, 2 * PACK), dtype_of("bfloat16"))
+    x = jax.device_put(a, NamedSharding(mesh_of(fsdp=4, tensor=2), P("fsdp", "tensor")))
+    shares = [
+        np_fingerprint(np.asarray(s.data), [i.start or 0 for i in s.index], x.shape) for s in x.addressable_shards
+    ]
+    assert to_hex(np.sum(shares, axis=0, dtype=np.uint32)) == to_hex(jax.jit(fingerprint)(x))
 
 
 def test_numpy_does_not_mind_the_memory_order():
