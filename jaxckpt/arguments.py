@@ -1,5 +1,6 @@
 """The arguments of `Run`, checked at once and in the user's words, before JAX meets them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ def check_arguments(given: Mapping[str, Any], *, allowed_keys: frozenset[str] | 
     problems = [text for name, check in _CHECKS.items() if (text := check(name, given[name]))]
     if given["eval_every"] is not None and given["held_out"] is None:
         problems.append(f"eval_every={given['eval_every']!r} needs held_out data; give held_out, or eval_every=None")
+    if given["restore_paths"] and given["restore_from"] is None:
+        problems.append("restore_paths needs restore_from, the run to take them from")
     allowed = given["allow_changed"]
     if isinstance(allowed, str):
         problems.append(f"allow_changed must be a list of names; found the text {allowed!r}")
@@ -65,6 +68,17 @@ def _check_optimizer(name: str, value: Any) -> str | None:
     return f"{name} must be an optax.GradientTransformation; found a {type(value).__name__}"
 
 
+def _check_patterns(name: str, value: Any) -> str | None:
+    if isinstance(value, str) or not all(isinstance(p, str) and p for p in value):
+        return f"{name} must be a list of regexes on leaf paths, such as ['^params/']; found {value!r}"
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            return f"{name}: {pattern!r} is not a regular expression: {e}"
+    return None
+
+
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
@@ -91,5 +105,13 @@ _CHECKS: dict[str, Any] = {
     "snapshots": _if(
         lambda v: v is None or isinstance(v, Snapshots), "a jc.Snapshots, such as jc.Snapshots('runs/mine')"
     ),
+    "resume": _if(
+        lambda v: v in ("latest", "required", "never") or (_is_int(v) and v >= 0),
+        "'latest', 'required', 'never' or the number of a step",
+    ),
+    "restore_from": _if(
+        lambda v: v is None or (isinstance(v, str) and v), "RUN_DIR, RUN_DIR@STEP, RUN_DIR@PIN, or None"
+    ),
+    "restore_paths": _check_patterns,
     "timeout_s": _if(_is_positive, "a positive number of seconds"),
 }

@@ -1,6 +1,7 @@
 """From a configuration to a Run: the only place where the two meet."""
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from jaxckpt.errors import ConfigError
 from jaxckpt.models import llama
 from jaxckpt.observe.phases import Phases
 from jaxckpt.run import Run
+from jaxckpt.snapshot import resume as resuming
+from jaxckpt.snapshot.origin import Origin
+from jaxckpt.snapshot.restore import read_meta
 from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.mesh import make_mesh
 from jaxckpt.state.plan import Placement
@@ -35,19 +39,14 @@ def build(config: cf.RunConfig, *, allow_changed: Sequence[str] = (), phases: Ph
     phases = phases or Phases()
     with phases.phase("backend"):
         _start_jax(config)
-    snapshots = Snapshots(
-        config.run_dir,
-        every=config.snapshots.every,
-        keep=config.snapshots.keep,
-        timeout_s=config.snapshots.timeout_s,
-    )
+    snapshots = Snapshots(config.run_dir, **config.snapshots.model_dump())
     snapshots.open(Group(timeout_s=config.distributed.timeout_s))
     try:
-        stored = _stored_config(snapshots)
+        stored = _stored_config(config, snapshots)
         config = cf.resolve(config, stored)
         if stored is not None:
             cf.check_resumable(stored, cf.to_dict(config), allow_changed)
-        _cache_compilations(snapshots.run_dir / "compilation_cache")
+        _cache_compilations(os.fspath(snapshots.run_dir / "compilation_cache"))
         return _build(config, snapshots, allow_changed, phases)
     except BaseException:
         snapshots.close()
@@ -81,9 +80,9 @@ def _start_jax(config: cf.RunConfig) -> None:
     jax.devices()
 
 
-def _cache_compilations(directory: Path) -> None:
+def _cache_compilations(directory: str) -> None:
     """Keeps compiled programs, and a GPU's autotuned choices with them, for the next life of this run."""
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if jax.default_backend() == "cpu":
@@ -92,9 +91,14 @@ def _cache_compilations(directory: Path) -> None:
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
-def _stored_config(snapshots: Snapshots) -> Mapping[str, Any] | None:
-    steps = snapshots.steps()
-    return snapshots.read_meta(steps[-1])["config"] if steps else None
+def _stored_config(config: cf.RunConfig, snapshots: Snapshots) -> Mapping[str, Any] | None:
+    """The configuration of the snapshot that will be continued; None where the run begins anew."""
+    step = resuming.choose(snapshots, config.resume)
+    if step is not None:
+        return snapshots.read_meta(step)["config"]
+    if config.restore_from is not None and not config.restore_paths:
+        return read_meta(*Origin(config.restore_from).locate(snapshots.group))["config"]
+    return None
 
 
 def _build(config: cf.RunConfig, snapshots: Snapshots, allow_changed: Sequence[str], phases: Phases) -> Run:
@@ -123,6 +127,9 @@ def _build(config: cf.RunConfig, snapshots: Snapshots, allow_changed: Sequence[s
         eval_every=config.eval.every,
         eval_batches=config.eval.batches,
         snapshots=snapshots,
+        resume=config.resume,
+        restore_from=config.restore_from,
+        restore_paths=config.restore_paths,
         data_fingerprint=data["fingerprint"],
         num_threads=config.data.num_threads,
         config=cf.to_dict(config),

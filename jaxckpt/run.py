@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,15 +17,22 @@ from jaxckpt import exactness
 from jaxckpt.arguments import check_arguments
 from jaxckpt.data.batches import BatchStream
 from jaxckpt.distributed.sync import Agreement, Group
-from jaxckpt.errors import ConfigError, NonFiniteError, PlanError, SnapshotError
+from jaxckpt.errors import ConfigError, DamagedSnapshot, NonFiniteError, PlanError
 from jaxckpt.observe.metrics import MetricsFile
 from jaxckpt.observe.phases import Phases
 from jaxckpt.observe.report import Report, make_report, metrics_line
-from jaxckpt.snapshot.snapshot import FORMAT, Snapshot, Snapshots, check_leaves, environment, leaf_table
+from jaxckpt.program import Program
+from jaxckpt.snapshot import resume as resuming
+from jaxckpt.snapshot.environment import environment
+from jaxckpt.snapshot.leaves import check_leaves, leaf_table, stored_leaves, to_state
+from jaxckpt.snapshot.manifest import FORMAT
+from jaxckpt.snapshot.origin import Origin
+from jaxckpt.snapshot.restore import Snapshot, read_meta, read_snapshot
+from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.mesh import batch_sharding, make_mesh
 from jaxckpt.state.plan import Placement, Rules, make_plan, shardings, unannotated
 from jaxckpt.state.train_state import TrainState, take_apart
-from jaxckpt.update.step import Loss, make_eval_step, make_finite_check, make_train_step
+from jaxckpt.update.step import Loss, make_eval_step, make_train_step
 
 log = logging.getLogger("jaxckpt")
 
@@ -41,7 +47,10 @@ class Run:
     data: a grain.MapDataset or a sequence of examples (dicts of arrays); global batch k is examples
     [k*global_batch, (k+1)*global_batch) of it, on any number of processes. held_out: the same for evaluation.
     compute_dtype: 'bfloat16' computes in it and keeps float32 master weights. snapshots: where to save; without it
-    nothing is saved. config and allow_changed belong to the command line, which compares configurations itself.
+    nothing is saved. resume: which snapshot to continue from, see `jaxckpt.snapshot.resume.Resume`. restore_from: where a
+    run that has no snapshot yet begins: 'RUN_DIR', 'RUN_DIR@STEP' or 'RUN_DIR@PIN' of another run, local or gs://; with
+    restore_paths (regexes on leaf paths, such as '^params/') only those leaves are taken, and the run starts at step 0.
+    config and allow_changed belong to the command line, which compares configurations itself.
     """
 
     def __init__(
@@ -65,6 +74,9 @@ class Run:
         eval_every: int | None = None,
         eval_batches: int = 8,
         snapshots: Snapshots | None = None,
+        resume: resuming.Resume = "latest",
+        restore_from: str | None = None,
+        restore_paths: Sequence[str] = (),
         data_fingerprint: str = "",
         num_threads: int = 2,
         config: Mapping[str, Any] | None = None,
@@ -112,7 +124,7 @@ class Run:
             )
         gathered = unannotated(self.plan, rules, self._model.annotations)
         self._placement = placement
-        self._step_fn = make_train_step(
+        step_fn = make_train_step(
             self._model,
             loss,
             optimizer,
@@ -126,20 +138,21 @@ class Run:
             lr=lr,
             gathered=gathered,
         )
-        self._batch = batch
+        self._program = Program(step_fn, self.plan, batch, phases=self.phases, is_kept=snapshots is not None)
         self._eval_fn = make_eval_step(self._model, loss, self.plan, batch, gathered=gathered)
-        self._compiled: Any = None
-        self._captured: list[dict[str, Any]] = []
-        self._finite_check: Future[Any] | None = None
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="jaxckpt-compile")
         self._metrics: MetricsFile | None = None
         self._clock = 0.0
-        self._program: Future[str] | None = None
         self._is_closed = False
         self._is_torn = False
         self._last_report: Report | None = None
+        self._resume: resuming.Resume = resume
+        self._origin = Origin(restore_from, tuple(restore_paths)) if restore_from is not None else None
+        self._is_compiled = False
         self._resumed_meta: Mapping[str, Any] | None = None
+        self._restored_from: dict[str, Any] | None = None
         self._last_saved: int | None = None
+        self._saved_at = time.monotonic()
+        self._save_agreement = Agreement()
         self._is_first_save_checked = False
 
     # ---------------------------------------------------------------------------------------------- training
@@ -153,7 +166,9 @@ class Run:
         nothing; `train` may be called again and goes on.
         """
         self.stopped = False
-        self.open(until)
+        self.open(until, should_stop=should_stop)
+        if self.stopped:
+            return
         try:
             yield from self._loop(until, should_stop)
         finally:
@@ -161,8 +176,11 @@ class Run:
             if self.snapshots:
                 self.snapshots.wait()
 
-    def open(self, until: int | None = None) -> None:
-        """Restores or initialises the state, while the step compiles beside it. `train` calls it."""
+    def open(self, until: int | None = None, *, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Restores or initialises the state, while the step compiles beside it. `train` calls it.
+
+        If `should_stop` says yes on any process before the compiler is done, nothing is trained and `stopped` is set.
+        """
         if self._is_closed:
             raise ConfigError("this Run is closed; make a new one to train on")
         if self._is_torn:
@@ -170,45 +188,21 @@ class Run:
                 "this Run was interrupted inside a step, and its state and its data may be a step apart; make a new Run, which "
                 "continues from the newest snapshot"
             )
-        if self.state is not None:
-            if self._compiled is None and (until is None or self.step < until):
-                self._compiled = self._compile()
-                self._check_program()
-            return
-        step = self._choose_step()
-        meta = self.snapshots.read_meta(step) if self.snapshots and step is not None else None
-        self._resumed_meta = meta
-        if self.snapshots and meta is not None:
-            if not self._is_compared_by_config():
-                exactness.check_settings(self._run_dir, meta.get("training", {}), self._training, self._allow_changed)
-            check_leaves(self.snapshots.root, meta["leaves"], leaf_table(self.plan))  # before the compiler's minutes
-        is_finished = step is not None and until is not None and step >= until
-        compiling = None if is_finished else self._background.submit(self._compile)
-        try:
-            self._restore(step) if step is not None else self._initialise()
-            if compiling is not None:
-                self._stream.start()
-        except BaseException:
-            if compiling is not None:
-                compiling.cancel()
-            raise
-        if compiling is not None:
-            self._compiled = compiling.result()
-            self._check_program()
-        if self.snapshots and self._group.is_primary:
-            self._metrics = MetricsFile(self.snapshots.run_dir / "metrics.jsonl", resume_step=self.step)
-            if self._metrics.last_step != self.step:
-                log.warning(
-                    "metrics.jsonl ends at step %d and the run continues after step %d: lines are missing",
-                    self._metrics.last_step,
-                    self.step,
-                )
-        self._group.barrier("start training")
+        is_new = self.state is None
+        if is_new:
+            self._begin(until)
+        if self._is_compiled or (until is not None and self.step >= until):
+            self._program.start() if until is None else None
+        else:
+            self._program.start()
+            self._wait_for_program(should_stop)
+        if is_new:
+            self._group.barrier("start training")
 
     def close(self) -> None:
         """Waits for the save that is under way, and gives the run directory free."""
         self._is_closed = True
-        self._background.shutdown(wait=True)
+        self._program.close()
         self._stream.close()
         if self._held_out:
             self._held_out.close()
@@ -232,10 +226,15 @@ class Run:
         is_first = True
         try:
             while self.step < until:
+                # One of several processes must not leave the others alone in a step: it stops where all agree to.
+                batch = self._stream.next_unless(should_stop if jax.process_count() == 1 else lambda: False)
+                if batch is None:
+                    yield from self._end_without_data(unread)
+                    return
                 self._is_torn = True
-                batch = next(self._stream)
                 started = time.perf_counter()
-                self.state, metrics = self._compiled(self.state, batch)
+                assert self.state is not None
+                self.state, metrics = self._program(self.state, batch)
                 self.step += 1
                 self._is_torn = False
                 unread.append(_Pending(self.step, metrics))
@@ -243,12 +242,12 @@ class Run:
                     jax.block_until_ready(metrics)
                     self.phases.seconds["first step"] = time.perf_counter() - started
                     is_first = False
-                    self._after_first_step()
+                    self._program.prepare_saving()
 
                 last = agreement.agreed_step(self.step, should_stop())
                 is_last = self.step >= until or (last is not None and self.step >= last)
                 is_eval = self._eval_every is not None and self.step % self._eval_every == 0
-                is_save = self.snapshots is not None and (is_last or self.step % self.snapshots.every == 0)
+                is_save = self.snapshots is not None and (is_last or self._is_save_due(self.snapshots))
                 is_due = is_last or is_eval or is_save
                 reports = []
                 # Order: the numbers of a step, then its line in the file, then its snapshot, then the next batch. So a
@@ -274,6 +273,15 @@ class Run:
                 self._write(self._read(pending))
             raise
 
+    def _end_without_data(self, unread: list["_Pending"]) -> Iterator[Report]:
+        """Saves the last step that was done, where the run was asked to stop while it waited for data."""
+        reports = [self._write(self._read(pending)) for pending in unread]
+        unread.clear()
+        if self._last_report and self._last_report.step == self.step:
+            self._save(self._last_report)
+        self.stopped = True
+        yield from reports
+
     def evaluate(self) -> float:
         """The mean loss over the targets of the held-out batches; always the same batches, and no change to training."""
         if self._held_out is None or self.state is None:
@@ -288,6 +296,13 @@ class Run:
         return math.fsum(float(t) for t in totals) / (math.fsum(float(c) for c in counts) or 1.0)
 
     # ------------------------------------------------------------------------------------------ one step's parts
+
+    def _is_save_due(self, snapshots: Snapshots) -> bool:
+        is_due = snapshots.every is not None and self.step % snapshots.every == 0
+        if snapshots.every_minutes is not None:
+            is_overdue = time.monotonic() - self._saved_at >= 60 * snapshots.every_minutes
+            is_due |= self._save_agreement.agreed_step(self.step, is_overdue) == self.step
+        return is_due
 
     def _read(self, pending: "_Pending") -> Report:
         values = jax.device_get(pending.metrics)
@@ -313,24 +328,27 @@ class Run:
     def _save(self, report: Report) -> None:
         if self.snapshots is None or self._last_saved == self.step:
             return
-        assert self.state is not None and self._finite_check is not None and self._program is not None
-        bad = sorted(p for p, ok in jax.device_get(self._finite_check.result()(self.state)).items() if not ok)
-        if bad:
+        assert self.state is not None
+        if bad := self._program.not_finite(self.state):
             raise NonFiniteError(f"step {self.step}: not finite any more: {', '.join(bad[:10])}. {self._way_back()}")
         if not self._is_first_save_checked:
             for warning in exactness.check_before_first_save(
                 self._stream,
                 step=self.step,
                 digest=report.batch_digest,
-                captured=self._captured,
-                program=self._program.result(),
+                captured=self._program.captured,
+                program=self._program.text,
             ):
                 log.warning(warning)
             self._is_first_save_checked = True
-        if self._metrics:
-            self._metrics.sync()
-        self.snapshots.save(Snapshot(self.state, self._stream.state(), self._meta(report)))
-        self._last_saved = self.step
+        self.snapshots.save(
+            Snapshot(self.state, self._stream.state(), self._meta(report)),
+            metrics={"loss": report.loss, "eval_loss": report.eval_loss},
+            # The lines up to this step are written; a snapshot must never outlive them.
+            before_commit=self._metrics.sync if self._metrics else lambda: None,
+        )
+        self._last_saved, self._saved_at = self.step, time.monotonic()
+        self._save_agreement = Agreement()
 
     def _way_back(self) -> str:
         if self.snapshots:
@@ -350,8 +368,10 @@ class Run:
             "mesh": dict(self.mesh.shape),
             "placement": asdict(self._placement),
             "leaves": leaf_table(self.plan),
-            "captured": self._captured,
-            "program": exactness.program_hash(self._program.result()) if self._program else None,
+            "captured": self._program.captured,
+            "program": exactness.program_hash(self._program.text),
+            "went_back_to": self._resume if isinstance(self._resume, int) else None,
+            "restored_from": self._restored_from,
             "loss_bits": report.loss_bits,
             "batch_digest": report.batch_digest,
             **environment(),
@@ -359,64 +379,104 @@ class Run:
 
     # ---------------------------------------------------------------------------------------------- starting
 
-    def _choose_step(self) -> int | None:
-        if self.snapshots is None:
-            return None
-        snapshots = self.snapshots
-        snapshots.open(self._group)
-        return self._group.from_primary(
-            "choose the snapshot to resume from", lambda: next(reversed(snapshots.steps()), None)
-        )
+    def _begin(self, until: int | None) -> None:
+        """The state: of the newest good snapshot, of another run, or new."""
+        if self.snapshots:
+            self.snapshots.open(self._group)
+            self.snapshots.check_space(self.plan)
+        while self.state is None:
+            step = resuming.choose(self.snapshots, self._resume) if self.snapshots else None
+            try:
+                if step is not None:
+                    assert self.snapshots is not None
+                    self._continue(self.snapshots.root, step, until)
+                elif self._origin is not None:
+                    self._branch_off(self._origin, until)
+                else:
+                    self._start_compiling(0, until)
+                    self._initialise()
+            except DamagedSnapshot as e:
+                if step is None:
+                    raise  # another run's, which is not ours to rename
+                assert self.snapshots is not None
+                resuming.fall_back(self.snapshots, self._resume, step, e)
+        if self.snapshots:
+            resuming.set_later_aside(self.snapshots, self._resume, self.step)
+        if self.snapshots and self._group.is_primary:
+            self._metrics = MetricsFile(self.snapshots.run_dir / "metrics.jsonl", resume_step=self.step)
+            if self._metrics.last_step != self.step and self._restored_from is None:
+                log.warning(
+                    "metrics.jsonl ends at step %d and the run continues after step %d: lines are missing",
+                    self._metrics.last_step,
+                    self.step,
+                )
 
-    def _restore(self, step: int) -> None:
-        assert self.snapshots is not None
+    def _continue(self, root: Any, step: int, until: int | None) -> None:
+        """Takes the whole of a snapshot, and goes on from it."""
+        meta = read_meta(root, step)
+        self._resumed_meta, self._restored_from = meta, self._restored_from or meta.get("restored_from")
+        if not self._is_compared_by_config():
+            exactness.check_settings(self._run_dir, meta.get("training", {}), self._training, self._allow_changed)
+        check_leaves(root, meta["leaves"], leaf_table(self.plan))  # before the compiler's minutes
+        self._start_compiling(step, until)
         with self.phases.phase("restore"):
-            snapshot = self.snapshots.restore(step, self.plan, compute_dtype=self._compute_dtype)
+            limits = self._limits()
+            snapshot = read_snapshot(
+                root, step, self.plan, group=self._group, compute_dtype=self._compute_dtype, **limits
+            )
             self._stream.restore(self._accepted_data(snapshot.data))
             if snapshot.data == self._stream.state():  # unless another data or batch size was allowed by name
                 start = snapshot.data["next_example"] - self._stream.global_batch
                 exactness.check_batch(self._stream, start, step=step, digest=snapshot.meta["batch_digest"])
         self.state, self.step, self._last_saved = snapshot.state, step, step
 
+    def _branch_off(self, origin: Origin, until: int | None) -> None:
+        """Begins with another run's snapshot: as that run would go on, or anew with some of its leaves."""
+        at = origin.locate(self._group)
+        self._restored_from = {"path": str(at.root), "step": at.step, "paths": list(origin.patterns)}
+        log.info("begins with step %d of %s", at.step, at.root)
+        if not origin.patterns:
+            self._continue(at.root, at.step, until)
+            self._last_saved = None  # not in this run's directory
+            return
+        self._start_compiling(0, until)
+        leaves = origin.read(at, self.plan, group=self._group, **self._limits())
+        self._initialise()
+        assert self.state is not None
+        self.state = to_state({**stored_leaves(self.state), **leaves}, self.plan, self._compute_dtype)
+
+    def _limits(self) -> dict[str, Any]:
+        if self.snapshots is None:
+            return {}
+        return {"timeout_s": self.snapshots.timeout_s, "restore_bytes": self.snapshots.restore_bytes}
+
     def _initialise(self) -> None:
         with self.phases.phase("init"):
             self.state = jax.block_until_ready(jax.jit(self._init, out_shardings=shardings(self.plan))())
 
-    def _compile(self) -> Any:
-        with self.phases.phase("trace"):
-            traced = self._step_fn.trace(self.plan, self._batch)
-            self._captured = exactness.captured_arrays(traced.jaxpr)
-        with self.phases.phase("lower"):
-            lowered = traced.lower()
-        if self.snapshots:
-            self._program = self._background.submit(exactness.program_text, traced.jaxpr)
-        with self.phases.phase("compile"):
-            return lowered.compile()
+    def _start_compiling(self, step: int, until: int | None) -> None:
+        if until is None or step < until:
+            self._program.start()
+            self._stream.start()
 
-    def _after_first_step(self) -> None:
-        """Work for the background, once it no longer delays the first step."""
-        if self.snapshots and self._finite_check is None:
-            check = make_finite_check(self.plan)
-            self._finite_check = self._background.submit(lambda: check.lower(self.plan).compile())
+    def _wait_for_program(self, should_stop: Callable[[], bool]) -> None:
+        # Agreed on as a step that lies before the first one: an answer after the barrier is the same everywhere, because
+        # who wants to stop says so before he comes to it.
+        agreement = Agreement()
+        is_unwanted = lambda: agreement.agreed_step(self.step - 3, should_stop()) is not None
+        self._is_compiled = self._program.wait(is_unwanted)
+        self._group.barrier("compile the step")
+        self.stopped = agreement.agreed_step(self.step - 3, False) is not None
+        if self._is_compiled and not self.stopped:
+            self._check_program()
 
     def _is_compared_by_config(self) -> bool:
         return self._config is not None and (self._resumed_meta or {}).get("config") is not None
 
     def _check_program(self) -> None:
-        """The traced step against the one that the snapshot was trained with."""
-        meta = self._resumed_meta
-        if meta is None or self._program is None:
-            return
-        exactness.check_captured(meta.get("captured", []), self._captured, self._allow_changed)
-        if self._allow_changed:
-            return  # a change that was allowed changes the program too
-        here = {**environment(), "mesh": dict(self.mesh.shape), "placement": asdict(self._placement)}
-        check = lambda text: exactness.check_program(meta, here, exactness.program_hash(text))
-        if not self._is_compared_by_config():
-            check(self._program.result())
-        else:
-            # The configurations agree, so only code can differ: a hint, and not worth a moment of the start.
-            self._program.add_done_callback(lambda done: _warn_instead(check, done.result()))
+        if self._resumed_meta is not None:
+            here = {**environment(), "mesh": dict(self.mesh.shape), "placement": asdict(self._placement)}
+            self._program.check(self._resumed_meta, here, self._allow_changed, is_hint=self._is_compared_by_config())
 
     def _check_accumulation(self, global_batch: int, accumulation_steps: int) -> None:
         shards = math.prod(self.mesh.shape[a] for a in ("data", "fsdp") if a in self.mesh.shape)
@@ -430,13 +490,6 @@ class Run:
         """The data position, under the present data's fingerprint where a change of data was allowed by name."""
         names = {key.partition(".")[0] for key in self._allow_changed}
         return {**state, "fingerprint": self._stream.fingerprint} if names & {"data", "seed"} else state
-
-
-def _warn_instead(check: Callable[[str], None], text: str) -> None:
-    try:
-        check(text)
-    except SnapshotError as e:
-        log.warning("%s", e)
 
 
 @dataclass(frozen=True)

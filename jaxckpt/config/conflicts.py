@@ -18,6 +18,7 @@ def conflicts(values: Values) -> Iterator[str]:
     yield from _of_model(values)
     yield from _of_devices(values)
     yield from _of_evaluation(values)
+    yield from _of_snapshots(values)
     yield from _of_processes(values)
 
 
@@ -82,6 +83,16 @@ def _of_evaluation(values: Values) -> Iterator[str]:
         yield "eval.every: data.holdout=0 leaves nothing to evaluate on; raise it or set eval.every to null"
     if values.get("data.name") == "import" and values.get("data.held_out", "") is None:
         yield "eval.every: there is no data.held_out to evaluate on; give one or set eval.every to null"
+
+
+def _of_snapshots(values: Values) -> Iterator[str]:
+    if values.get("snapshots.every", 0) is None and values.get("snapshots.every_minutes", 0) is None:
+        yield "snapshots.every: null, and so is snapshots.every_minutes; one of them must say when to save"
+    is_by_evaluation = values.get("snapshots.keep_best") and values.get("snapshots.best_metric") == "eval_loss"
+    if is_by_evaluation and values.get("eval.every", 0) is None:
+        yield "snapshots.keep_best: nothing is evaluated (eval.every is null); set best_metric to loss, or evaluate"
+    if values.get("restore_paths") and values.get("restore_from", "") is None:
+        yield "restore_paths: there is no restore_from to take these leaves from"
 
 
 def _of_processes(values: Values) -> Iterator[str]:

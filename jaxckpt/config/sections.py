@@ -11,6 +11,7 @@ from jaxckpt.config.tree import filled, valid_leaves
 from jaxckpt.config.values import (
     AxisSize,
     Below1,
+    Bytes,
     ComputeDtype,
     Config,
     Count,
@@ -18,6 +19,7 @@ from jaxckpt.config.values import (
     HostPort,
     Index,
     Positive,
+    Regex,
     Remat,
     Rules,
     RunDirectory,
@@ -146,10 +148,27 @@ class Placement(Config):
 
 
 class Snapshots(Config):
-    every: Count = 100
-    """optimizer steps between two snapshots"""
+    every: Count | None = 100
+    """optimizer steps between two snapshots; null: by time alone"""
+    every_minutes: Positive | None = None
+    """minutes between two snapshots, beside `every`; null: by steps alone"""
     keep: Count = 3
     """newest snapshots kept"""
+    keep_every: Count | None = None
+    """also keep the snapshots of steps that this number divides; null: none"""
+    keep_best: Index = 0
+    """also keep so many of the best by best_metric"""
+    best_metric: Literal["loss", "eval_loss"] = "eval_loss"
+    """what keep_best looks at: the loss of the step, or of its evaluation (of steps that were evaluated)"""
+    best_mode: Literal["min", "max"] = "min"
+    """whether less or more of best_metric is better"""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """what a snapshot that could not be written does to the run; the last one always stops it"""
+    staging_bytes: Bytes | None = None
+    """host memory that a save may take for copies of device memory, such as 2GiB; a larger state then blocks training
+    until its last part is copied; null: as much as the state"""
+    restore_bytes: Bytes | None = 4 << 30
+    """bytes that a restore has in flight between disk and device, such as 4GiB; null: no bound"""
     timeout_s: Positive = 600.0
     """seconds that a save, or another process's part in it, may take"""
 
@@ -179,6 +198,14 @@ class RunConfig(Config):
     """directory for snapshots, metrics and the report: a local one, relative to the working directory, or gs://bucket/prefix"""
     steps: Count
     """optimizer steps of the whole run, over all its restarts"""
+    resume: Literal["latest", "required", "never"] | Index = "latest"
+    """latest: from the newest good snapshot in run_dir, or anew where there has never been one; required: there must be one;
+    never: there must be none; a step's number: back to that step once, and on from what is trained since"""
+    restore_from: Text | None = None
+    """where a run without snapshots of its own begins: RUN_DIR, RUN_DIR@STEP or RUN_DIR@PIN of another run, local or gs://"""
+    restore_paths: list[Regex] = Field(default=[])
+    """regexes on the paths of the leaves to take from restore_from, such as ^params/; the run then starts at step 0; empty:
+    the whole snapshot, and that run goes on"""
     seed: Index = 0
     """of parameters, dropout and the order of the data"""
     # The first class of a union is what a section without a `name` gets.

@@ -5,11 +5,15 @@ position is one number.
 """
 
 import hashlib
+import logging
 import math
 import pickle
+import queue
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -20,8 +24,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxckpt.errors import DataError
 
+log = logging.getLogger("jaxckpt")
+
 STATE_VERSION = 1
+_POLL_S = 0.1
+_TELL_EVERY_S = 60
 PyTree = Any
+_Arrival = tuple[PyTree, BaseException | None]
 
 
 def batch_sharding(sharding: NamedSharding, global_batch: int) -> NamedSharding:
@@ -207,14 +216,42 @@ class BatchStream:
         return self
 
     def __next__(self) -> PyTree:
+        return self.next_unless(lambda: False)
+
+    def next_unless(self, should_stop: Callable[[], bool]) -> PyTree | None:
+        """The next batch; or None once `should_stop` says yes while none has come, and the position stays.
+
+        Data that never comes cannot be interrupted: its thread is left behind, and does not keep the process from ending.
+        """
         self.start()
+        arrived: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        threading.Thread(target=_fetch, args=(self._batches, arrived), name="jaxckpt-next-batch", daemon=True).start()
+        arrival = None
         try:
-            batch = next(self._batches)
-        except BaseException:
+            arrival = self._wait(arrived, should_stop)
+        finally:  # also where Ctrl-C ends the wait, in a notebook
+            if arrival is None:
+                self._batches = None  # not closed: that would wait for the thread that is reading
+        if arrival is None:
+            return None
+        batch, error = arrival
+        if error is not None:
             self.close()  # Grain's iterator has moved on by one; a second call must meet the same batch again
-            raise
+            raise error
         self._next_example += self.global_batch
         return batch
+
+    def _wait(self, arrived: "queue.SimpleQueue[_Arrival]", should_stop: Callable[[], bool]) -> "_Arrival | None":
+        began, told = time.monotonic(), 0
+        while True:
+            try:
+                return arrived.get(timeout=_POLL_S)
+            except queue.Empty:
+                if should_stop():
+                    return None
+                if (waited := int(time.monotonic() - began) // _TELL_EVERY_S) > told:
+                    told = waited
+                    log.warning("waiting for example %d since %d s", self._next_example, told * _TELL_EVERY_S)
 
     def start(self) -> None:
         """Begins to read ahead, so that the first batch is ready when compilation or a restore is."""
@@ -291,6 +328,13 @@ class BatchStream:
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(self.sharding, x, (self.global_batch, *x.shape[1:])), batch
         )
+
+
+def _fetch(batches: Any, arrived: queue.SimpleQueue[_Arrival]) -> None:
+    try:
+        arrived.put((next(batches), None))
+    except BaseException as e:
+        arrived.put((None, e))
 
 
 def check_reproducible(stream: BatchStream, next_example: int) -> str | None:

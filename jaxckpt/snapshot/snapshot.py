@@ -1,65 +1,74 @@
-"""Saving and restoring the whole of a run: asynchronous, atomic, durable, and strict about what fits."""
+"""Saving and restoring the whole of a run: asynchronous, atomic, durable, checked, and strict about what fits."""
 
-import importlib.metadata
-import math
+import logging
 import os
-import platform
+import sys
 import threading
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
+import numpy as np
+from etils import epath
 
 from jaxckpt.distributed.sync import Group
-from jaxckpt.errors import SaveError, SnapshotError
-from jaxckpt.snapshot import orbax_io, steps
+from jaxckpt.errors import DamagedSnapshot, SaveError, SnapshotError
+from jaxckpt.snapshot import manifest, orbax_io, packing, paths, restore, steps
+from jaxckpt.snapshot.leaves import array_directory, num_bytes, stored_leaves, words
 from jaxckpt.snapshot.lock import RunLock
-from jaxckpt.state import tree
-from jaxckpt.state.train_state import TrainState, narrow
+from jaxckpt.snapshot.restore import Snapshot
+from jaxckpt.snapshot.retention import Retention
+from jaxckpt.state import fingerprint
+from jaxckpt.state.train_state import TrainState
 
-FORMAT = 1
+log = logging.getLogger("jaxckpt")
 
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Everything that may influence training from here on. What is not in it must not."""
-
-    state: TrainState
-    data: dict[str, Any]
-    """position in the data, small and the same on every process"""
-    meta: dict[str, Any]
-    """format, step, config, versions, mesh, placement and the table of leaves"""
+_SPARE_BYTES = 1 << 20
+"""room for the metadata of a snapshot"""
 
 
 class Snapshots:
-    """The snapshots of the run directory `run_dir`, in `run_dir/snapshots`.
+    """The snapshots of the run directory `run_dir` (local, or gs://bucket/...), in `run_dir/snapshots`.
 
-    Saves every `every` steps and keeps the newest `keep`. Use it as a context manager or call `close`: a process that
-    leaves without waiting loses the save that is under way.
+    Saves every `every` steps, every `every_minutes` minutes, or both. Keeps the newest `keep`, every step that
+    `keep_every` divides, the `keep_best` best by `best_metric` ('loss' or 'eval_loss'; `best_mode` 'min' or 'max'), and
+    what is pinned. `on_failure` 'continue' trains on after a save that failed. Use it as a context manager or call
+    `close`: a process that leaves without waiting loses the save that is under way.
+
+    staging_bytes: host memory that a save may take for copies of device memory. restore_bytes: what a restore may have
+    in flight. None leaves them unbounded.
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike[str], *, every: int = 100, keep: int = 3, timeout_s: float = 600.0
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        every: int | None = 100,
+        every_minutes: float | None = None,
+        keep: int = 3,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        best_metric: Literal["loss", "eval_loss"] = "eval_loss",
+        best_mode: Literal["min", "max"] = "min",
+        on_failure: Literal["stop", "continue"] = "stop",
+        staging_bytes: int | None = None,
+        restore_bytes: int | None = 4 << 30,
+        timeout_s: float = 600.0,
     ) -> None:
-        if every < 1 or keep < 1:
-            raise SnapshotError(f"snapshots: every={every} and keep={keep} must both be at least 1")
-        if "://" in str(run_dir):
-            raise SnapshotError(
-                f"run_dir {str(run_dir)!r}: only local paths can be written; give a directory of this machine"
-            )
-        self.run_dir = Path(run_dir).absolute()
-        if odd := sorted(set("*?[") & set(str(self.run_dir))):
-            raise SnapshotError(
-                f"run_dir {str(self.run_dir)!r} holds {' and '.join(odd)}, which Orbax takes for a pattern: its snapshots could "
-                "not be read again. Give a directory without these characters."
-            )
+        self.run_dir = paths.resolve(run_dir)
         self.root = self.run_dir / "snapshots"
-        self.every, self.keep, self.timeout_s = every, keep, timeout_s
+        self.retention = Retention(keep, keep_every, keep_best, best_metric, best_mode)
+        self.every, self.every_minutes, self.on_failure = every, every_minutes, on_failure
+        self.staging_bytes, self.restore_bytes, self.timeout_s = staging_bytes, restore_bytes, timeout_s
+        self._check_arguments()
         self._job: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: SaveError | None = None
+        self._is_told = False
         self._group: Group | None = None
         self._lock: RunLock | None = None
+        self._metrics: dict[int, dict[str, float | None]] = {}
+
+    # ---------------------------------------------------------------------------------------------- lifetime
 
     def open(self, group: Group) -> None:
         """Takes the run directory for this run and sweeps what a killed process left. Every process calls it first."""
@@ -67,62 +76,11 @@ class Snapshots:
             group.from_primary("open the run directory", self._prepare)
             self._group = group  # only now: after a refusal the next try must be refused too
 
-    def steps(self) -> list[int]:
-        """Committed steps, oldest first."""
-        return steps.committed_steps(self.root)
-
-    def read_meta(self, step: int) -> dict[str, Any]:
-        """The `meta` of a step, without arrays. Raises SnapshotError where this version cannot read it."""
-        directory = steps.step_path(self.root, step)
-        try:
-            meta = orbax_io.read_json(directory, "meta")
-            found = int(meta["format"])
-            if found <= FORMAT:
-                return {**meta, "step": int(meta["step"]), "leaves": dict(meta["leaves"])}
-        except (OSError, ValueError, TypeError, KeyError) as e:
-            raise SnapshotError(
-                f"{directory}: the snapshot's meta cannot be read ({type(e).__name__}: {e}). Move this directory and its "
-                ".ok mark away to continue from an older one."
-            ) from e
-        raise SnapshotError(
-            f"{directory}: the snapshot has format {found}, written by jaxckpt "
-            f"{meta.get('versions', {}).get('jaxckpt', '?')}; this is jaxckpt {_version('jaxckpt')}, which reads up to format "
-            f"{FORMAT}. Update jaxckpt, or start a new run_dir."
-        )
-
-    def save(self, snapshot: Snapshot) -> None:
-        """Starts writing `snapshot`, after the save before it is done.
-
-        Returns when the state may be donated to the next step; the bytes go out in the background, see `check` and
-        `wait`. Take the data position before drawing the next batch.
-        """
+    @property
+    def group(self) -> Group:
+        """The processes that opened the run directory together."""
         assert self._group is not None, "open() comes first"
-        self.wait()
-        step = int(snapshot.meta["step"])
-        directory = steps.step_path(self.root, step)
-        stored = {path: x for path, x in stored_leaves(snapshot.state).items() if math.prod(x.shape)}
-        try:
-            self._group.from_primary("start a snapshot", lambda: steps.check_writable(self.root))
-            response = orbax_io.save_async(
-                directory, state=stored, data=snapshot.data, meta=snapshot.meta, timeout_s=self.timeout_s
-            )
-        except Exception as e:
-            raise self._failed(step, e) from e
-        self._job = threading.Thread(target=self._finish, args=(step, response), name=f"jaxckpt-save-{step}")
-        self._job.start()
-
-    def check(self) -> None:
-        """Raises SaveError if a save has failed; does not wait."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def wait(self) -> None:
-        """Returns when nothing is being written any more; raises SaveError if a save has failed."""
-        if self._job is not None:
-            self._job.join()
-            self._job = None
-        self.check()
+        return self._group
 
     def close(self) -> None:
         """Waits for the save that is under way and gives the run directory free."""
@@ -140,50 +98,137 @@ class Snapshots:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first."""
+        return steps.committed_steps(self.root)
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        """The `meta` of a step, without arrays. Raises SnapshotError where this version cannot read it."""
+        return restore.read_meta(self.root, step)
+
     def restore(self, step: int, plan: TrainState, *, compute_dtype: Any = None) -> Snapshot:
-        """The snapshot of `step`, laid out as `plan`. Raises SnapshotError with every leaf that does not fit."""
+        """The snapshot of `step`, laid out as `plan`, every bit of it checked.
+
+        Raises SnapshotError with every leaf that does not fit, DamagedSnapshot where a leaf or file is not what was
+        saved, on every process alike.
+        """
+        return restore.read_snapshot(
+            self.root,
+            step,
+            plan,
+            group=self.group,
+            compute_dtype=compute_dtype,
+            timeout_s=self.timeout_s,
+            restore_bytes=self.restore_bytes,
+        )
+
+    def quarantine(self, step: int, why: str) -> None:
+        """Renames a damaged step, so that it counts no more and stays for who wants to look."""
+        name = self.group.from_primary("quarantine a snapshot", lambda: steps.quarantine(self.root, step))
+        log.error("%s\nThe damaged snapshot is now %s.", why, self.root / name)
+
+    # ---------------------------------------------------------------------------------------------- saving
+
+    def check_space(self, plan: TrainState) -> None:
+        """Raises SnapshotError where the disk cannot take one snapshot of `plan`. Process 0 looks for all."""
+        needed = sum(num_bytes(x) for x in words(stored_leaves(plan)).values()) + _SPARE_BYTES
+        self.group.from_primary("look for free space", lambda: self._check_space(needed))
+
+    def save(
+        self,
+        snapshot: Snapshot,
+        *,
+        metrics: Mapping[str, float | None] | None = None,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts writing `snapshot`, after the save before it is done.
+
+        Returns when the state may be donated to the next step; the bytes go out in the background, see `check` and
+        `wait`. Take the data position before drawing the next batch. `metrics` (loss, eval_loss) are what keep_best looks
+        at; process 0 calls `before_commit` in the background, when all is written and nothing counts yet.
+        """
+        self._join()
+        self.check()
+        self._error, self._is_told = None, False
+        step = int(snapshot.meta["step"])
         directory = steps.step_path(self.root, step)
-        meta = self.read_meta(step)
-        target = stored_leaves(plan)
-        check_leaves(directory, meta["leaves"], leaf_table(plan))
+        large, small = packing.split(words(stored_leaves(snapshot.state)))
+        needed = sum(num_bytes(x) for x in large.values()) + packing.packed_bytes(small) + _SPARE_BYTES
         try:
-            data = orbax_io.read_json(directory, "data")
-            full = {path: x for path, x in target.items() if math.prod(x.shape)}
-            arrays = orbax_io.load_state(directory, full, timeout_s=self.timeout_s)
+            self.group.from_primary("start a snapshot", lambda: self._check_place(needed))
+            # Dispatched before the caller may donate the arrays; the values are waited for in the background.
+            fingerprints = {path: fingerprint.of_array(x) for path, x in large.items()}
+            host = packing.to_host(small)
+            packed, table = packing.pack(host)
+            response = orbax_io.save_async(
+                directory,
+                state={**large, packing.NAME: packed},
+                data=snapshot.data,
+                meta=snapshot.meta,
+                timeout_s=self.timeout_s,
+                staging_bytes=self.staging_bytes,
+            )
         except Exception as e:
-            raise SnapshotError(
-                f"{directory}: the snapshot cannot be read: {_root_cause(e)}. Move this directory and its .ok mark away "
-                "to continue from an older one."
-            ) from e
-        empty = {path: _zeros(x) for path, x in target.items() if path not in arrays}
-        return Snapshot(_from_stored({**arrays, **empty}, plan, compute_dtype), data, meta)
+            self._error = self._failed(step, e)
+            self.check()
+            return
 
-    def _prepare(self) -> None:
-        lock = None
-        try:
-            lock = RunLock(self.run_dir)
-            steps.sweep(self.root)
-            self._lock = lock
-        except OSError as e:
-            if lock is not None:
-                lock.release()
-            raise SnapshotError(
-                f"run_dir {self.run_dir} cannot be written: {e}. Give another run_dir, or change its permissions."
-            ) from e
+        def commit() -> None:
+            self._check_complete(directory, large)
+            text = manifest.describe(directory, step=step, fingerprints=_hex({**fingerprints, **host}), packed=table)
+            before_commit()
+            if self._lock is not None:
+                self._lock.check()
+            steps.commit(self.root, step, manifest=text, metrics=dict(metrics or {}))
+            self._metrics[step] = dict(metrics or {})
 
-    def _finish(self, step: int, response: Any) -> None:
-        assert self._group is not None
+        self._job = threading.Thread(target=self._finish, args=(step, response, commit), name=f"jaxckpt-save-{step}")
+        self._job.start()
+
+    def check(self) -> None:
+        """Tells of a save that has failed: raises its SaveError, or logs it where on_failure is 'continue'. Does not
+        wait."""
+        if self._error is None or self._is_told:
+            return
+        self._is_told = True
+        if self.on_failure == "stop":
+            error, self._error = self._error, None
+            raise error
+        log.error("%s Training goes on; the next snapshot will be tried as usual.", self._error)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more; raises SaveError if the newest save has failed."""
+        self._join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _join(self) -> None:
+        if self._job is not None:
+            self._job.join()
+            self._job = None
+
+    def _finish(self, step: int, response: Any, commit: Callable[[], None]) -> None:
         try:
             response.result(timeout=self.timeout_s)
-            if self._group.is_primary:
-                steps.commit(self.root, step)
+            if self.group.is_primary:
+                commit()
         except BaseException as e:
             self._error = self._failed(step, e)
+            if not threading.main_thread().is_alive():
+                print(
+                    f"{self._error} The process left without waiting for it: use `with`, or close().", file=sys.stderr
+                )
             return
         try:
-            if self._group.is_primary:
-                for old in self.steps()[: -self.keep]:
+            if self.group.is_primary:
+                found = self.steps()
+                pinned = steps.pins(self.root).values()
+                for old in self.retention.superfluous(found, self._metrics, pinned):
                     steps.delete(self.root, old)
+                    self._metrics.pop(old, None)
         except OSError as e:
             self._error = SaveError(
                 f"{self.root}: the snapshot of step {step} is saved, but an older one could not be deleted: {e}. Mend the "
@@ -195,94 +240,73 @@ class Snapshots:
             steps.discard_unfinished(self.root, step)
         newest = self.steps()[-1:]
         return SaveError(
-            f"{self.root}: the snapshot of step {step} could not be saved: {_root_cause(error)}. "
+            f"{self.root}: the snapshot of step {step} could not be saved: {restore.root_cause(error)}. "
             + (f"The newest good snapshot is step {newest[0]}." if newest else "There is no good snapshot yet.")
             + " Make room or mend the directory, and start the same command again."
         )
 
+    # ---------------------------------------------------------------------------------------------- checks
 
-def stored_leaves(state: TrainState) -> dict[str, Any]:
-    """{path: leaf} of what a snapshot holds: params at full precision (the master weights, where there are any, stand
-    under `params`; the narrow copy is derived from them), opt_state, model_state and step."""
-    full = TrainState(
-        state.step, state.params if state.master is None else state.master, None, state.opt_state, state.model_state
-    )
-    return tree.flatten(full)
+    def _check_arguments(self) -> None:
+        problems = []
+        if self.every is None and self.every_minutes is None:
+            problems.append("every and every_minutes are both None; one of them must say when to save")
+        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
+            problems.append(f"every={self.every!r} must be an integer of at least 1, or None")
+        if self.every_minutes is not None and not self.every_minutes > 0:
+            problems.append(f"every_minutes={self.every_minutes!r} must be positive, or None")
+        if self.on_failure not in ("stop", "continue"):
+            problems.append(f"on_failure={self.on_failure!r} must be 'stop' or 'continue'")
+        for name in ("staging_bytes", "restore_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                problems.append(f"{name}={value!r} must be a positive number of bytes, or None")
+        if problems:
+            raise SnapshotError("snapshots: " + "; ".join(problems))
 
+    def _prepare(self) -> None:
+        lock = None
+        try:
+            lock = RunLock(self.run_dir)
+            steps.sweep(self.root)
+            self._metrics = {step: _metrics_of(self.root, step) for step in self.steps()}
+            self._lock = lock
+        except OSError as e:
+            if lock is not None:
+                lock.release()
+            raise SnapshotError(
+                f"run_dir {self.run_dir} cannot be written: {e}. Give another run_dir, or change its permissions."
+            ) from e
 
-def leaf_table(state: TrainState) -> dict[str, dict[str, Any]]:
-    """JSON of every stored leaf: shape, dtype, partition spec and memory kind."""
-    return {
-        path: {
-            "shape": list(x.shape),
-            "dtype": str(x.dtype),
-            "spec": [list(a) if isinstance(a, tuple) else a for a in x.sharding.spec],
-            "memory_kind": x.sharding.memory_kind,
-        }
-        for path, x in stored_leaves(state).items()
-    }
+    def _check_place(self, needed: int) -> None:
+        steps.check_writable(self.root)
+        self._check_space(needed)
 
+    def _check_space(self, needed: int) -> None:
+        free = steps.free_bytes(self.root)
+        if free is not None and free < needed:
+            raise SnapshotError(
+                f"{self.root}: a snapshot takes {needed / 2**20:.1f} MiB and {free / 2**20:.1f} MiB are free. Make room, keep "
+                "fewer snapshots (snapshots.keep), or give another run_dir"
+            )
 
-def check_leaves(directory: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises SnapshotError listing every leaf that only one side has, or that differs in shape or dtype."""
-    problems = [f"leaf {p!r} is in the snapshot and not in this model" for p in stored if p not in wanted]
-    problems += [f"leaf {p!r} is in this model and not in the snapshot" for p in wanted if p not in stored]
-    for path in (p for p in stored if p in wanted):
-        for key in ("shape", "dtype"):
-            if stored[path][key] != wanted[path][key]:
-                problems.append(
-                    f"leaf {path!r} has {key} {stored[path][key]} in the snapshot and {wanted[path][key]} in this model"
-                )
-    if problems:
-        shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
-        raise SnapshotError(
-            f"{directory} is a snapshot of another model or optimizer:\n"
-            + "\n".join(f"  {p}" for p in shown)
-            + "\nUse the model and optimizer that it was made with (its meta/data.json tells), or start a new run_dir."
-        )
-
-
-def environment() -> dict[str, Any]:
-    """Versions and flags that can change the bits of a computation."""
-    names = ("jaxckpt", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "grain", "numpy")
-    device = jax.local_devices()[0]
-    return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in names}},
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "device_kind": device.device_kind,
-        "platform": device.platform,
-        "num_processes": jax.process_count(),
-        "num_devices": jax.device_count(),
-    }
+    def _check_complete(self, directory: epath.Path, large: Mapping[str, Any]) -> None:
+        if missing := [
+            path for path in large if not (directory / "state" / array_directory(path) / "zarr.json").exists()
+        ]:
+            raise OSError(f"Orbax wrote no array for {missing[:5]} in {directory}")
 
 
-def _version(package: str) -> str:
+def _metrics_of(root: epath.Path, step: int) -> dict[str, float | None]:
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return dict(steps.read_mark(root, step)["metrics"])
+    except DamagedSnapshot:
+        return {}  # told when the step is restored or verified
 
 
-def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.jit(lambda: jax.numpy.zeros(x.shape, x.dtype), out_shardings=x.sharding)()
-
-
-def _from_stored(arrays: dict[str, jax.Array], plan: TrainState, compute_dtype: Any) -> TrainState:
-    like = TrainState(
-        plan.step, plan.params if plan.master is None else plan.master, None, plan.opt_state, plan.model_state
-    )
-    full = tree.unflatten(like, arrays)
-    if plan.master is None:
-        return full
-    on_device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), plan.master)
-    params_shardings = jax.tree.map(lambda x: x.sharding, plan.params)
-    derive = jax.jit(lambda m: narrow(jax.device_put(m, on_device), compute_dtype)[0], out_shardings=params_shardings)
-    return TrainState(full.step, derive(full.params), full.params, full.opt_state, full.model_state)
-
-
-def _root_cause(error: BaseException) -> str:
-    # Orbax hides the reason of a failed load at the bottom of a chain of 'incompatible handler' errors.
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+def _hex(values: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
+    """Fingerprints as text: of device arrays they are given, of host arrays they are computed."""
+    return {
+        path: fingerprint.to_hex(fingerprint.np_fingerprint(x) if isinstance(x, np.ndarray) else x)
+        for path, x in values.items()
+    }

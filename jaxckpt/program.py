@@ -1,0 +1,119 @@
+"""The compiled training step and what is known of it: compiled beside the restore, checked against the snapshot's."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jaxckpt import exactness
+from jaxckpt.errors import SnapshotError
+from jaxckpt.observe.phases import Phases
+from jaxckpt.snapshot import packing
+from jaxckpt.snapshot.leaves import stored_leaves, words
+from jaxckpt.state import fingerprint
+from jaxckpt.state.train_state import TrainState
+from jaxckpt.update.step import make_finite_check
+
+log = logging.getLogger("jaxckpt")
+
+_POLL_S = 0.1
+
+
+class Program:
+    """A jitted step that is compiled in the background. `is_kept` says whether snapshots will tell of it."""
+
+    def __init__(self, step_fn: Any, plan: TrainState, batch: Any, *, phases: Phases, is_kept: bool) -> None:
+        self._step_fn, self._plan, self._batch = step_fn, plan, batch
+        self._phases, self._is_kept = phases, is_kept
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="jaxckpt-compile")
+        self._compiling: Future[Any] | None = None
+        self._text: Future[str] | None = None
+        self._finite_check: Future[Any] | None = None
+        self.captured: list[dict[str, Any]] = []
+        """the arrays that the step closes over, see `exactness.captured_arrays`"""
+
+    def start(self) -> None:
+        """Begins to compile, once."""
+        if self._compiling is None:
+            self._compiling = self._background.submit(self._compile)
+
+    def wait(self, is_unwanted: Callable[[], bool]) -> bool:
+        """Waits for the compiler until `is_unwanted` says yes; whether the step is compiled now."""
+        assert self._compiling is not None, "start() comes first"
+        while not _is_done_within(self._compiling, _POLL_S):
+            if is_unwanted():
+                return False
+        self._compiling.result()
+        return True
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        assert self._compiling is not None
+        return self._compiling.result()(state, batch)
+
+    @property
+    def text(self) -> str:
+        """The traced step."""
+        assert self._text is not None
+        return self._text.result()
+
+    def check(self, meta: Mapping[str, Any], here: Mapping[str, Any], allowed: Sequence[str], *, is_hint: bool) -> None:
+        """The traced step against the one that the snapshot of `meta` was trained with; see `exactness`.
+
+        `is_hint`: the configurations agree, so only code can differ. That is a warning, and not worth a moment of the
+        start.
+        """
+        exactness.check_captured(meta.get("captured", []), self.captured, allowed)
+        if allowed or self._text is None:
+            return  # a change that was allowed changes the program too
+        compare = lambda text: exactness.check_program(meta, here, exactness.program_hash(text))
+        if is_hint:
+            self._text.add_done_callback(lambda done: _warn_instead(compare, done.result()))
+        else:
+            compare(self._text.result())
+
+    def prepare_saving(self) -> None:
+        """Compiles what a save needs, in the background, once that no longer delays the first step."""
+        if self._is_kept and self._finite_check is None:
+            check = make_finite_check(self._plan)
+            self._finite_check = self._background.submit(lambda: check.lower(self._plan).compile())
+            large, _ = packing.split(words(stored_leaves(self._plan)))
+            self._background.submit(fingerprint.prepare, list(large.values()))
+
+    def not_finite(self, state: TrainState) -> list[str]:
+        """Paths of the leaves that hold an infinity or NaN."""
+        self.prepare_saving()
+        assert self._finite_check is not None
+        return sorted(p for p, ok in jax.device_get(self._finite_check.result()(state)).items() if not ok)
+
+    def close(self) -> None:
+        """Waits for the background, except for a compiler that nobody waits for any more."""
+        is_compiling = self._compiling is not None and not self._compiling.done()
+        self._background.shutdown(wait=not is_compiling, cancel_futures=True)
+
+    def _compile(self) -> Any:
+        with self._phases.phase("trace"):
+            traced = self._step_fn.trace(self._plan, self._batch)
+            self.captured = exactness.captured_arrays(traced.jaxpr)
+        with self._phases.phase("lower"):
+            lowered = traced.lower()
+        if self._is_kept:
+            self._text = self._background.submit(exactness.program_text, traced.jaxpr)
+        with self._phases.phase("compile"):
+            return lowered.compile()
+
+
+def _is_done_within(future: Future[Any], timeout_s: float) -> bool:
+    try:
+        future.exception(timeout=timeout_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _warn_instead(check: Callable[[str], None], text: str) -> None:
+    try:
+        check(text)
+    except SnapshotError as e:
+        log.warning("%s", e)

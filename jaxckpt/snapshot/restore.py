@@ -1,0 +1,191 @@
+"""Reading a committed step: what is said of it, and its leaves, every bit checked before anybody computes with it."""
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from jaxckpt.distributed.sync import Group
+from jaxckpt.errors import DamagedSnapshot, JaxckptError, SnapshotError
+from jaxckpt.snapshot import orbax_io, packing, shards, steps
+from jaxckpt.snapshot.environment import version
+from jaxckpt.snapshot.leaves import check_leaves, from_words, leaf_table, stored_leaves, to_state, words
+from jaxckpt.snapshot.manifest import FORMAT, check_files, hash_problems, read_manifest
+from jaxckpt.state import fingerprint
+from jaxckpt.state.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that may influence training from here on. What is not in it must not."""
+
+    state: TrainState
+    data: dict[str, Any]
+    """position in the data, small and the same on every process"""
+    meta: dict[str, Any]
+    """format, step, config, versions, mesh, placement and the table of leaves"""
+
+
+def read_snapshot(
+    root: epath.Path,
+    step: int,
+    plan: TrainState,
+    *,
+    group: Group,
+    compute_dtype: Any = None,
+    timeout_s: float = 600.0,
+    restore_bytes: int | None = None,
+) -> Snapshot:
+    """The whole snapshot of `step`, laid out as `plan`, every bit of it checked.
+
+    Raises SnapshotError with every leaf that does not fit, and what `read_leaves` raises.
+    """
+    meta = read_meta(root, step)
+    check_leaves(steps.step_path(root, step), meta["leaves"], leaf_table(plan))
+    leaves = stored_leaves(plan)
+    arrays = read_leaves(root, step, leaves, group=group, timeout_s=timeout_s, restore_bytes=restore_bytes)
+    data = orbax_io.read_json(steps.step_path(root, step), "data")
+    return Snapshot(to_state(arrays, plan, compute_dtype), data, meta)
+
+
+def read_meta(root: epath.Path, step: int) -> dict[str, Any]:
+    """The `meta` of a step, without arrays. Raises SnapshotError where this version cannot read it."""
+    directory = steps.step_path(root, step)
+    try:
+        meta = orbax_io.read_json(directory, "meta")
+        found = int(meta["format"])
+        if found == FORMAT:
+            return {**meta, "step": int(meta["step"]), "leaves": dict(meta["leaves"])}
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise DamagedSnapshot(f"{directory}: the snapshot's meta cannot be read ({type(e).__name__}: {e})") from e
+    other = "Update jaxckpt" if found > FORMAT else "Continue it with that version"
+    raise SnapshotError(
+        f"{directory}: the snapshot has format {found}, written by jaxckpt {meta.get('versions', {}).get('jaxckpt', '?')}; "
+        f"this is jaxckpt {version('jaxckpt')}, which reads format {FORMAT}. {other}, or start a new run_dir."
+    )
+
+
+def check_sayings(root: epath.Path, step: int) -> None:
+    """Raises DamagedSnapshot where the mark, the manifest, the config or the data position of a step is not what was
+    saved: a few small files, checked before anything is decided from them."""
+    directory = steps.step_path(root, step)
+    files = read_manifest(root, step)["files"]
+    said = {name: entry for name, entry in files.items() if name in ("meta/data.json", "data/data.json")}
+    problems = [f"{name}: missing in the manifest" for name in ("meta/data.json", "data/data.json") if name not in said]
+    problems += hash_problems(directory, said)
+    if problems:
+        raise damaged(directory, problems)
+
+
+def read_leaves(
+    root: epath.Path,
+    step: int,
+    target: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    group: Group,
+    timeout_s: float = 600.0,
+    restore_bytes: int | None = None,
+) -> dict[str, jax.Array]:
+    """The leaves that `target` names, made straight in its shardings and memory kinds; others are not read.
+
+    Raises DamagedSnapshot where a file, a checksum or a leaf's fingerprint is not what was saved, SnapshotError where it
+    cannot be read for another reason; every process of `group` raises alike.
+    """
+    directory = steps.step_path(root, step)
+    if problems := group.from_primary("check the snapshot's files", lambda: _file_problems(root, step)):
+        raise damaged(directory, problems)
+    manifest = read_manifest(root, step)
+    plain = words(dict(target))
+    large = {path: x for path, x in plain.items() if path not in manifest["packed"]}
+    small = {path: x for path, x in plain.items() if path in manifest["packed"]}
+    preparing = threading.Thread(target=fingerprint.prepare, args=(list(large.values()),))
+    preparing.start()  # compiles while the bytes are read
+    arrays: dict[str, jax.Array] = {}
+    error = None
+    try:
+        if large:
+            arrays = orbax_io.load_state(directory, large, timeout_s=timeout_s, restore_bytes=restore_bytes)
+        arrays.update(_read_packed(directory, manifest, small))
+    except Exception as e:
+        error = json.dumps({"is_damage": _is_damage(e), "text": root_cause(e)})
+    finally:
+        preparing.join()
+    _raise_alike(directory, group.errors("read the snapshot", error))
+    # On the devices, where the arrays now live: this covers the disk, the host's memory and every copy between.
+    found = {path: fingerprint.of_array(arrays[path]) for path in large}
+    wrong = [path for path, x in found.items() if fingerprint.to_hex(x) != manifest["fingerprints"].get(path)]
+    if wrong:
+        raise damaged(directory, [f"leaf {path!r}: other bits than were saved (fingerprint)" for path in wrong])
+    return from_words({path: arrays[path] for path in plain}, dict(target))
+
+
+def damaged(directory: epath.Path, problems: list[str]) -> DamagedSnapshot:
+    shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
+    return DamagedSnapshot(f"{directory} is damaged:\n" + "\n".join(f"  {p}" for p in shown))
+
+
+def root_cause(error: BaseException) -> str:
+    """The first line of the innermost reason: Orbax hides it below a chain of 'incompatible handler' errors."""
+    error = _innermost(error)
+    lines = str(error).splitlines()
+    text = lines[0] if lines else ""
+    return text if isinstance(error, JaxckptError) else f"{type(error).__name__}: {text}"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while error.__cause__ is not None and not isinstance(error, JaxckptError):
+        error = error.__cause__
+    return error
+
+
+def _is_damage(error: BaseException) -> bool:
+    # tensorstore reports a wrong checksum as DATA_LOSS and a cut file as OUT_OF_RANGE, both as ValueError.
+    error = _innermost(error)
+    return isinstance(error, DamagedSnapshot) or any(word in str(error) for word in ("DATA_LOSS", "OUT_OF_RANGE"))
+
+
+def _file_problems(root: epath.Path, step: int) -> list[str]:
+    try:
+        return check_files(steps.step_path(root, step), read_manifest(root, step))
+    except DamagedSnapshot as e:
+        return [str(e)]
+
+
+def _read_packed(
+    directory: epath.Path, manifest: Mapping[str, Any], small: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    if not small:
+        return {}
+    packed = shards.read_array(directory / "state" / packing.NAME)
+    try:
+        host = packing.unpack(packed, manifest["packed"], small)
+    except (KeyError, ValueError) as e:
+        raise DamagedSnapshot(f"{directory}: the packed leaves do not fit the manifest: {e}") from e
+    wrong = [p for p, x in host.items() if _np_hex(x) != manifest["fingerprints"].get(p)]
+    if wrong:
+        raise DamagedSnapshot(f"{directory}: leaves {wrong[:10]} hold other bits than were saved (fingerprint)")
+    return packing.to_devices(host, small)
+
+
+def _np_hex(x: np.ndarray) -> str:
+    return fingerprint.to_hex(fingerprint.np_fingerprint(x))
+
+
+def _raise_alike(directory: epath.Path, errors: Mapping[int, str]) -> None:
+    """Raises what `errors` (by process) say: damage if any process met damage, so that all fall back together."""
+    if not errors:
+        return
+    found = {process: json.loads(text) for process, text in errors.items()}
+    is_alone = jax.process_count() == 1
+    lines = [e["text"] if is_alone else f"process {process}: {e['text']}" for process, e in sorted(found.items())]
+    if any(e["is_damage"] for e in found.values()):
+        raise damaged(directory, lines)
+    raise SnapshotError(
+        f"{directory}: the snapshot cannot be read: {'; '.join(lines)}. Nothing was changed; mend what this says and start the "
+        "same command again."
+    )
