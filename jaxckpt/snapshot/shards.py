@@ -66,6 +66,11 @@ class Chunk:
     """of the elements and the checksum"""
 
 
+def dtype_of(name: str) -> np.dtype:
+    """The dtype of a name that zarr or a snapshot's table of leaves gives it, for example 'bfloat16'."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def open_array(path: epath.Path) -> StoredArray:
     """Raises DamagedSnapshot without a readable `zarr.json`, SnapshotError where it describes another kind of array."""
     file = path / "zarr.json"
@@ -235,7 +240,7 @@ def _stored_array(path: epath.Path, meta: dict[str, Any]) -> StoredArray:
     return StoredArray(
         path=path,
         shape=shape,
-        dtype=np.dtype(getattr(ml_dtypes, meta["data_type"], meta["data_type"])),
+        dtype=dtype_of(meta["data_type"]),
         shard_shape=shard,
         chunk_shape=chunk,
         has_crc=inner[1:] == ["crc32c"],
