@@ -15,22 +15,23 @@ from jax.sharding import Mesh
 
 from jaxckpt import exactness
 from jaxckpt.arguments import check_arguments
+from jaxckpt.beginning import Beginning
 from jaxckpt.data.batches import BatchStream
 from jaxckpt.distributed.sync import Agreement, Group
-from jaxckpt.errors import ConfigError, DamagedSnapshot, NonFiniteError, PlanError
+from jaxckpt.errors import ConfigError, NonFiniteError, PlanError
 from jaxckpt.observe.metrics import MetricsFile
 from jaxckpt.observe.phases import Phases
 from jaxckpt.observe.report import Report, make_report, metrics_line
 from jaxckpt.program import Program
 from jaxckpt.snapshot import resume as resuming
 from jaxckpt.snapshot.environment import environment
-from jaxckpt.snapshot.leaves import check_leaves, leaf_table, stored_leaves, to_state
+from jaxckpt.snapshot.leaves import leaf_table
 from jaxckpt.snapshot.manifest import FORMAT
 from jaxckpt.snapshot.origin import Origin
-from jaxckpt.snapshot.restore import Snapshot, read_meta, read_snapshot
+from jaxckpt.snapshot.restore import Snapshot
 from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.mesh import batch_sharding, make_mesh
-from jaxckpt.state.plan import Placement, Rules, make_plan, shardings, unannotated
+from jaxckpt.state.plan import Placement, Rules, make_plan, unannotated
 from jaxckpt.state.train_state import TrainState, take_apart
 from jaxckpt.update.step import Loss, make_eval_step, make_train_step
 
@@ -89,7 +90,6 @@ class Run:
         check_arguments({k: v for k, v in locals().items() if k != "self"}, allowed_keys=names)
         self.mesh = mesh if mesh is not None else make_mesh()
         self.snapshots = snapshots
-        self._run_dir = snapshots.run_dir if snapshots else None
         self.phases = phases or Phases()
         self.state: TrainState | None = None
         self.step = 0
@@ -101,7 +101,7 @@ class Run:
         settings = (seed, global_batch, accumulation_steps, max_grad_norm, nonfinite, dtype)
         self._training: dict[str, Any] = dict(zip(_TRAINING, settings, strict=True))
         self._config, self._allow_changed = config, tuple(allow_changed)
-        self._nonfinite, self._compute_dtype = nonfinite, compute_dtype
+        self._nonfinite = nonfinite
         self._eval_every, self._eval_batches = eval_every, eval_batches
         self._group = Group(timeout_s=timeout_s)
 
@@ -118,14 +118,12 @@ class Run:
             batch = self._stream.batch_struct()
         self._check_accumulation(global_batch, accumulation_steps)
         with self.phases.phase("plan"):
-            self._model, abstract, self._init = take_apart(model, optimizer, seed=seed, compute_dtype=compute_dtype)
-            self.plan = make_plan(
-                abstract, self.mesh, rules=rules, annotations=self._model.annotations, placement=placement
-            )
-        gathered = unannotated(self.plan, rules, self._model.annotations)
+            parts, abstract, init = take_apart(model, optimizer, seed=seed, compute_dtype=compute_dtype)
+            self.plan = make_plan(abstract, self.mesh, rules=rules, annotations=parts.annotations, placement=placement)
+        gathered = unannotated(self.plan, rules, parts.annotations)
         self._placement = placement
         step_fn = make_train_step(
-            self._model,
+            parts,
             loss,
             optimizer,
             self.plan,
@@ -139,17 +137,30 @@ class Run:
             gathered=gathered,
         )
         self._program = Program(step_fn, self.plan, batch, phases=self.phases, is_kept=snapshots is not None)
-        self._eval_fn = make_eval_step(self._model, loss, self.plan, batch, gathered=gathered)
+        self._eval_fn = make_eval_step(parts, loss, self.plan, batch, gathered=gathered)
         self._metrics: MetricsFile | None = None
         self._clock = 0.0
         self._is_closed = False
         self._is_torn = False
         self._last_report: Report | None = None
-        self._resume: resuming.Resume = resume
-        self._origin = Origin(restore_from, tuple(restore_paths)) if restore_from is not None else None
         self._is_compiled = False
+        self._went_back_to = resume if isinstance(resume, int) else None
+        self._beginning = Beginning(
+            self.plan,
+            init,
+            self._stream,
+            self._group,
+            snapshots,
+            resume,
+            Origin(restore_from, tuple(restore_paths)) if restore_from is not None else None,
+            training=self._training,
+            has_config=config is not None,
+            allow_changed=self._allow_changed,
+            compute_dtype=compute_dtype,
+            phases=self.phases,
+        )
         self._resumed_meta: Mapping[str, Any] | None = None
-        self._restored_from: dict[str, Any] | None = None
+        self._restored_from: Mapping[str, Any] | None = None
         self._last_saved: int | None = None
         self._saved_at = time.monotonic()
         self._save_agreement = Agreement()
@@ -160,10 +171,10 @@ class Run:
     def train(self, until: int, *, should_stop: Callable[[], bool] = lambda: False) -> Iterator[Report]:
         """Trains until `until` updates are done in all, from the newest snapshot or from the start; yields each step's Report.
 
-        `should_stop` is asked after every step; once it says yes on any process, all stop after the same step and
-        save it, and `stopped` is set. The last step is always saved. Reports come one step late, so that the device
-        never waits for the host, except where a step is evaluated, saved or the last. Leaving the loop by `break` saves
-        nothing; `train` may be called again and goes on.
+        `should_stop` is asked after every step, and while the step compiles or data is late; once it says yes on any
+        process, all stop after the same step and save it, and `stopped` is set. The last step is always saved. Reports
+        come one step late, so that the device never waits for the host, except where a step is evaluated, saved or the
+        last. Leaving the loop by `break` saves nothing; `train` may be called again and goes on.
         """
         self.stopped = False
         self.open(until, should_stop=should_stop)
@@ -190,10 +201,14 @@ class Run:
             )
         is_new = self.state is None
         if is_new:
-            self._begin(until)
-        if self._is_compiled or (until is not None and self.step >= until):
-            self._program.start() if until is None else None
-        else:
+            begun = self._beginning.begin(lambda step: self._program.start() if until is None or step < until else None)
+            self.state, self.step = begun.state, begun.step
+            self._resumed_meta, self._restored_from = begun.meta, begun.restored_from
+            self._last_saved = begun.step if begun.is_saved else None
+            if until is None or self.step < until:
+                self._stream.start()
+            self._open_metrics()
+        if not self._is_compiled and (until is None or self.step < until):
             self._program.start()
             self._wait_for_program(should_stop)
         if is_new:
@@ -370,7 +385,7 @@ class Run:
             "leaves": leaf_table(self.plan),
             "captured": self._program.captured,
             "program": exactness.program_hash(self._program.text),
-            "went_back_to": self._resume if isinstance(self._resume, int) else None,
+            "went_back_to": self._went_back_to,
             "restored_from": self._restored_from,
             "loss_bits": report.loss_bits,
             "batch_digest": report.batch_digest,
@@ -379,85 +394,16 @@ class Run:
 
     # ---------------------------------------------------------------------------------------------- starting
 
-    def _begin(self, until: int | None) -> None:
-        """The state: of the newest good snapshot, of another run, or new."""
-        if self.snapshots:
-            self.snapshots.open(self._group)
-            self.snapshots.check_space(self.plan)
-        while self.state is None:
-            step = resuming.choose(self.snapshots, self._resume) if self.snapshots else None
-            try:
-                if step is not None:
-                    assert self.snapshots is not None
-                    self._continue(self.snapshots.root, step, until)
-                elif self._origin is not None:
-                    self._branch_off(self._origin, until)
-                else:
-                    self._start_compiling(0, until)
-                    self._initialise()
-            except DamagedSnapshot as e:
-                if step is None:
-                    raise  # another run's, which is not ours to rename
-                assert self.snapshots is not None
-                resuming.fall_back(self.snapshots, self._resume, step, e)
-        if self.snapshots:
-            resuming.set_later_aside(self.snapshots, self._resume, self.step)
-        if self.snapshots and self._group.is_primary:
-            self._metrics = MetricsFile(self.snapshots.run_dir / "metrics.jsonl", resume_step=self.step)
-            if self._metrics.last_step != self.step and self._restored_from is None:
-                log.warning(
-                    "metrics.jsonl ends at step %d and the run continues after step %d: lines are missing",
-                    self._metrics.last_step,
-                    self.step,
-                )
-
-    def _continue(self, root: Any, step: int, until: int | None) -> None:
-        """Takes the whole of a snapshot, and goes on from it."""
-        meta = read_meta(root, step)
-        self._resumed_meta, self._restored_from = meta, self._restored_from or meta.get("restored_from")
-        if not self._is_compared_by_config():
-            exactness.check_settings(self._run_dir, meta.get("training", {}), self._training, self._allow_changed)
-        check_leaves(root, meta["leaves"], leaf_table(self.plan))  # before the compiler's minutes
-        self._start_compiling(step, until)
-        with self.phases.phase("restore"):
-            limits = self._limits()
-            snapshot = read_snapshot(
-                root, step, self.plan, group=self._group, compute_dtype=self._compute_dtype, **limits
-            )
-            self._stream.restore(self._accepted_data(snapshot.data))
-            if snapshot.data == self._stream.state():  # unless another data or batch size was allowed by name
-                start = snapshot.data["next_example"] - self._stream.global_batch
-                exactness.check_batch(self._stream, start, step=step, digest=snapshot.meta["batch_digest"])
-        self.state, self.step, self._last_saved = snapshot.state, step, step
-
-    def _branch_off(self, origin: Origin, until: int | None) -> None:
-        """Begins with another run's snapshot: as that run would go on, or anew with some of its leaves."""
-        at = origin.locate(self._group)
-        self._restored_from = {"path": str(at.root), "step": at.step, "paths": list(origin.patterns)}
-        log.info("begins with step %d of %s", at.step, at.root)
-        if not origin.patterns:
-            self._continue(at.root, at.step, until)
-            self._last_saved = None  # not in this run's directory
+    def _open_metrics(self) -> None:
+        if self.snapshots is None or not self._group.is_primary:
             return
-        self._start_compiling(0, until)
-        leaves = origin.read(at, self.plan, group=self._group, **self._limits())
-        self._initialise()
-        assert self.state is not None
-        self.state = to_state({**stored_leaves(self.state), **leaves}, self.plan, self._compute_dtype)
-
-    def _limits(self) -> dict[str, Any]:
-        if self.snapshots is None:
-            return {}
-        return {"timeout_s": self.snapshots.timeout_s, "restore_bytes": self.snapshots.restore_bytes}
-
-    def _initialise(self) -> None:
-        with self.phases.phase("init"):
-            self.state = jax.block_until_ready(jax.jit(self._init, out_shardings=shardings(self.plan))())
-
-    def _start_compiling(self, step: int, until: int | None) -> None:
-        if until is None or step < until:
-            self._program.start()
-            self._stream.start()
+        self._metrics = MetricsFile(self.snapshots.run_dir / "metrics.jsonl", resume_step=self.step)
+        if self._metrics.last_step != self.step and self._restored_from is None:
+            log.warning(
+                "metrics.jsonl ends at step %d and the run continues after step %d: lines are missing",
+                self._metrics.last_step,
+                self.step,
+            )
 
     def _wait_for_program(self, should_stop: Callable[[], bool]) -> None:
         # Agreed on as a step that lies before the first one: an answer after the barrier is the same everywhere, because
@@ -467,16 +413,11 @@ class Run:
         self._is_compiled = self._program.wait(is_unwanted)
         self._group.barrier("compile the step")
         self.stopped = agreement.agreed_step(self.step - 3, False) is not None
-        if self._is_compiled and not self.stopped:
-            self._check_program()
-
-    def _is_compared_by_config(self) -> bool:
-        return self._config is not None and (self._resumed_meta or {}).get("config") is not None
-
-    def _check_program(self) -> None:
-        if self._resumed_meta is not None:
+        meta = self._resumed_meta
+        if meta is not None and self._is_compiled and not self.stopped:
             here = {**environment(), "mesh": dict(self.mesh.shape), "placement": asdict(self._placement)}
-            self._program.check(self._resumed_meta, here, self._allow_changed, is_hint=self._is_compared_by_config())
+            is_hint = self._beginning.is_compared_by_config(meta)
+            self._program.check(meta, here, self._allow_changed, is_hint=is_hint)
 
     def _check_accumulation(self, global_batch: int, accumulation_steps: int) -> None:
         shards = math.prod(self.mesh.shape[a] for a in ("data", "fsdp") if a in self.mesh.shape)
@@ -485,11 +426,6 @@ class Run:
                 f"a batch of {global_batch} cannot be cut into {accumulation_steps} microbatches over {shards} devices "
                 f"(mesh axes data and fsdp); it must be a multiple of {shards * max(accumulation_steps, 1)}"
             )
-
-    def _accepted_data(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The data position, under the present data's fingerprint where a change of data was allowed by name."""
-        names = {key.partition(".")[0] for key in self._allow_changed}
-        return {**state, "fingerprint": self._stream.fingerprint} if names & {"data", "seed"} else state
 
 
 @dataclass(frozen=True)
