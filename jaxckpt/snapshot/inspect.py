@@ -23,6 +23,11 @@ def read_meta(root: epath.Path, step: int, manifest: Mapping[str, Any]) -> dict[
     return _read_checked(root, step, manifest, "meta")
 
 
+def read_data(root: epath.Path, step: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The data position of a step. Raises like `read_meta`."""
+    return _read_checked(root, step, manifest, "data")
+
+
 def list_steps(root: epath.Path) -> list[dict[str, Any]]:
     """What there is, oldest first: step, name, status, committed_at, bytes, pins and metrics of every committed step, then
     the damaged and superseded ones that were set aside. What cannot be told is None."""
@@ -59,7 +64,7 @@ def inspect(root: epath.Path, step: int) -> dict[str, Any]:
         "bytes": _num_bytes(manifest),
         "groups": groups,
         "leaves": leaves,
-        "data": _read_checked(root, step, manifest, "data"),
+        "data": read_data(root, step, manifest),
         "meta": {key: value for key, value in meta.items() if key != "step"},
     }
 

@@ -22,7 +22,7 @@ from jaxckpt.errors import DamagedSnapshot, SnapshotError
 BLOCK_BYTES = 4 << 20
 """of what is read and yielded at a time"""
 _ABSENT = (1 << 64) - 1
-_CRC_BYTES = 4
+CRC_BYTES = 4
 
 Block = tuple[tuple[int, ...], np.ndarray]
 """(index of the first element along each axis of the whole array, elements)"""
@@ -93,11 +93,8 @@ def iter_chunks(
     """
     for c in array.cells() if cell is None else [cell]:
         file = array.file(c)
-        try:
-            with file.open("rb") as f:
-                yield from _iter_shard(array, c, file, f, block_bytes)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
-            raise DamagedSnapshot(f"{file}: missing") from e
+        with open_file(file) as f:
+            yield from _iter_shard(array, c, file, f, block_bytes)
 
 
 def read_array(path: epath.Path) -> np.ndarray:
@@ -109,17 +106,25 @@ def read_array(path: epath.Path) -> np.ndarray:
     return out
 
 
+def open_file(file: epath.Path) -> IO[bytes]:
+    """Raises DamagedSnapshot where there is no such file: a missing shard is never a shard of zeros."""
+    try:
+        return file.open("rb")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as e:
+        raise DamagedSnapshot(f"{file}: missing") from e
+
+
 def read_index(array: StoredArray, cell: tuple[int, ...], file: epath.Path, f: IO[bytes]) -> tuple[list[Chunk], int]:
     """(chunks of a shard file that hold elements of the array, in the order of the file; offset of the index)."""
     size = f.seek(0, 2)
     grid = [n // c for n, c in zip(array.shard_shape, array.chunk_shape, strict=True)]
-    start = size - 16 * math.prod(grid) - _CRC_BYTES
+    start = size - 16 * math.prod(grid) - CRC_BYTES
     if start < 0:
         raise DamagedSnapshot(f"{file}: {size} bytes, too short for its index of {size - start}")
-    raw = _read(f, file, start, size - start)
-    _check_crc(file, "the index", start, size, crc32c.crc32c(raw[:-_CRC_BYTES]), raw[-_CRC_BYTES:])
-    entries = np.frombuffer(raw[:-_CRC_BYTES], "<u8").reshape(-1, 2).tolist()
-    chunk_bytes = math.prod(array.chunk_shape) * array.dtype.itemsize + (_CRC_BYTES if array.has_crc else 0)
+    raw = read_bytes(f, file, start, size - start)
+    _check_crc(file, "the index", start, size, crc32c.crc32c(raw[:-CRC_BYTES]), raw[-CRC_BYTES:])
+    entries = np.frombuffer(raw[:-CRC_BYTES], "<u8").reshape(-1, 2).tolist()
+    chunk_bytes = math.prod(array.chunk_shape) * array.dtype.itemsize + (CRC_BYTES if array.has_crc else 0)
     found = []
     for position, (offset, nbytes) in zip(itertools.product(*map(range, grid)), entries, strict=True):
         starts = tuple(
@@ -138,11 +143,6 @@ def read_index(array: StoredArray, cell: tuple[int, ...], file: epath.Path, f: I
     return sorted(found, key=lambda chunk: chunk.offset), start
 
 
-def trimmed(array: StoredArray, starts: tuple[int, ...], block: np.ndarray) -> np.ndarray:
-    """`block` without what lies outside the array, as at the edge of a grid that does not divide it."""
-    return block[tuple(slice(0, n - s) for n, s in zip(array.shape, starts, strict=True))]
-
-
 def _iter_shard(
     array: StoredArray, cell: tuple[int, ...], file: epath.Path, f: IO[bytes], block_bytes: int
 ) -> Iterator[Block]:
@@ -159,23 +159,23 @@ def _iter_shard(
 
 def _iter_chunk(array: StoredArray, chunk: Chunk, file: epath.Path, f: IO[bytes], block_bytes: int) -> Iterator[Block]:
     crc, offset = 0, chunk.offset
-    for first, shape in _parts(array.chunk_shape, array.dtype.itemsize, block_bytes):
-        raw = _read(f, file, offset, math.prod(shape) * array.dtype.itemsize)
+    for first, shape in runs(array.chunk_shape, array.dtype.itemsize, block_bytes):
+        raw = read_bytes(f, file, offset, math.prod(shape) * array.dtype.itemsize)
         crc = crc32c.crc32c(raw, crc) if array.has_crc else 0
         offset += len(raw)
         starts = tuple(s + i for s, i in zip(chunk.starts, first, strict=True))
-        block = trimmed(array, starts, np.frombuffer(raw, array.dtype).reshape(shape))
-        if block.size:
+        block = np.frombuffer(raw, array.dtype).reshape(shape)
+        block = block[(*(slice(0, max(0, n - s)) for n, s in zip(array.shape, starts, strict=True)), ...)]
+        if block.size:  # a chunk at the edge of the array may lie partly outside
             yield starts, block
     if array.has_crc:
-        end = chunk.offset + chunk.nbytes
-        _check_crc(file, "the chunk", chunk.offset, end, crc, _read(f, file, offset, _CRC_BYTES))
+        check_chunk_crc(f, file, chunk, crc)
 
 
-def _parts(
-    shape: tuple[int, ...], itemsize: int, block_bytes: int
+def runs(
+    shape: tuple[int, ...], itemsize: int, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(first element, shape) of the runs of at most `block_bytes` that make up a chunk in C order."""
+    """(first element, shape) of the runs of at most `block_bytes` that make up an array of `shape` in C order."""
     d, run = len(shape), itemsize
     while d and run * shape[d - 1] <= block_bytes:
         d -= 1
@@ -193,10 +193,16 @@ def _parts(
 
 def _check_zeros(f: IO[bytes], file: epath.Path, start: int, end: int) -> None:
     for i in range(start, end, BLOCK_BYTES):
-        raw = np.frombuffer(_read(f, file, i, min(BLOCK_BYTES, end - i)), np.uint8)
+        raw = np.frombuffer(read_bytes(f, file, i, min(BLOCK_BYTES, end - i)), np.uint8)
         if raw.any():
             at = i + int(np.flatnonzero(raw)[0])
             raise DamagedSnapshot(f"{file}: byte {at}: {raw[at - i]} in the gap of bytes {start}-{end}, expected zeros")
+
+
+def check_chunk_crc(f: IO[bytes], file: epath.Path, chunk: Chunk, crc: int) -> None:
+    """Raises DamagedSnapshot where `crc`, of the chunk's elements as they were read, is not the stored one."""
+    end = chunk.offset + chunk.nbytes
+    _check_crc(file, "the chunk", chunk.offset, end, crc, read_bytes(f, file, end - CRC_BYTES, CRC_BYTES))
 
 
 def _check_crc(file: epath.Path, what: str, start: int, end: int, found: int, stored: bytes) -> None:
@@ -206,7 +212,8 @@ def _check_crc(file: epath.Path, what: str, start: int, end: int, found: int, st
         )
 
 
-def _read(f: IO[bytes], file: epath.Path, offset: int, nbytes: int) -> bytes:
+def read_bytes(f: IO[bytes], file: epath.Path, offset: int, nbytes: int) -> bytes:
+    """`nbytes` of the open `file` from `offset`; raises DamagedSnapshot where it is shorter."""
     f.seek(offset)
     raw = f.read(nbytes)
     if len(raw) != nbytes:
