@@ -22,6 +22,9 @@ from urllib.parse import unquote
 import pytest
 
 BUCKET = "bucket"
+TIMEOUT_S = "5"
+# Read once, at the first path on gs://, which another test may have before the server starts.
+os.environ.setdefault("JAXCKPT_GCS_TIMEOUT_S", TIMEOUT_S)
 # Answer with this status; drop the connection before or after the server has done the work, or inside the answer's body;
 # say nothing; or only take longer.
 Action = int | Literal["refuse", "lose the answer", "cut the answer", "silence", "delay"]
@@ -83,7 +86,7 @@ class Server:
             "GOOGLE_CLOUD_PROJECT": "test",
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
             "NO_GCE_CHECK": "true",
-            "JAXCKPT_GCS_TIMEOUT_S": "5",
+            "JAXCKPT_GCS_TIMEOUT_S": TIMEOUT_S,
         }
         """what a process needs in its environment to find the server"""
 
