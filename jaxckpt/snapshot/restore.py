@@ -138,7 +138,10 @@ def root_cause(error: BaseException) -> str:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    while error.__cause__ is not None and not isinstance(error, JaxckptError):
+    # The chain of a failed request to gs:// bites its own tail.
+    seen: list[BaseException] = []
+    while error.__cause__ is not None and error not in seen and not isinstance(error, JaxckptError):
+        seen.append(error)
         error = error.__cause__
     return error
 
