@@ -1,14 +1,15 @@
-"""The only place that talks to Orbax: one directory holds `state` (sharded arrays), `data` and `meta` (JSON).
+"""The only place, with orbax_seam, that talks to Orbax: one directory holds `state` (sharded arrays), `data` and `meta` (JSON).
 
-On disk the state is nested dicts keyed by the parts of each leaf's path, so plain Orbax reads it without this package:
-zarr3, one file a shard, uncompressed, with a crc32c behind every chunk, which plain Orbax verifies when it reads.
+On disk the state is zarr3, one file a shard, uncompressed, small chunks with a crc32c each, so plain Orbax reads and
+verifies it without this package; leaf `a/b` lies in `state/a.b`. Orbax makes directories, metadata and the commit and
+copies from and to the devices; `orbax_seam` lets `direct` move the bytes of arrays on local files.
 """
 
-import functools
 import json
 import logging
-import os
+import math
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -16,20 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.serialization import tensorstore_utils
 from orbax.checkpoint._src.serialization import types as serialization_types
 
-from jaxckpt.errors import SnapshotError
+from jaxckpt.errors import DamagedSnapshot, SnapshotError
+from jaxckpt.snapshot.orbax_seam import TMP_SUFFIX as TMP_SUFFIX
+from jaxckpt.snapshot.orbax_seam import Directory, Listener, mover
 from jaxckpt.state import tree
 
-TMP_SUFFIX = ".orbax-checkpoint-tmp"
-CRC32C = {"name": "crc32c"}
 # Orbax warns of both at every save; both are what we ask for.
 NEEDLESS_WARNINGS = ("Skipping merge of OCDBT checkpoints", "No prioritized params found")
+SIGNS_OF_DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FileNotFoundError")
 
 
 def save_async(
-    directory: str | os.PathLike[str],
+    directory: Directory,
     *,
     state: dict[str, jax.Array | np.ndarray],
     data: Any,
@@ -45,16 +46,18 @@ def save_async(
     `staging_bytes` bounds the copies of the state in host memory; where the state is larger, this returns when the last
     part has been copied, thus when most of it is on disk.
     """
-    _store_crc32c()
     logging.getLogger("absl").addFilter(_is_worth_a_line)
-    staged = _Staged(path for path, x in state.items() if isinstance(x, jax.Array))
+    mover().writing(directory)
     context = _context(timeout_s)
+    staged = _Staged(path for path, x in state.items() if isinstance(x, jax.Array))
     if staging_bytes is not None:
-        # Orbax still holds one batch while it copies the next.
-        context.memory.transfer_concurrent_bytes = max(1, staging_bytes // 2)
+        # Orbax still holds one part while it copies the next; a third one is for what tensorstore copies.
+        part = max(1, staging_bytes // 3)
+        context.memory.transfer_concurrent_bytes = part
+        context.memory.write_concurrent_bytes = max([part, *(_shard_bytes(x) for x in state.values())]) + 1
         context.memory.serialization_status_callback = staged
+    items = {"state": tree.nest({path: _storable(x) for path, x in state.items()}), "data": data, "meta": meta}
     with context:
-        items = {"state": tree.nest({path: _storable(x) for path, x in state.items()}), "data": data, "meta": meta}
         response = ocp.save_checkpointables_async(epath.Path(directory), items)
     if staging_bytes is not None:
         staged.wait(response)
@@ -62,15 +65,19 @@ def save_async(
 
 
 def load_state(
-    directory: str | os.PathLike[str],
+    directory: Directory,
     target: dict[str, jax.ShapeDtypeStruct],
     *,
     timeout_s: float,
     restore_bytes: int | None = None,
+    on_leaf: Listener | None = None,
 ) -> dict[str, jax.Array]:
     """The arrays of `directory` that `target` names, each made straight in its sharding and memory kind there.
 
-    Leaves that `target` leaves out are not read; one that is not stored raises SnapshotError. `restore_bytes` bounds what is read and not yet handed to JAX.
+    Leaves that `target` leaves out are not read. `restore_bytes` bounds what is read and not yet handed to JAX.
+    `on_leaf(path, array)` is called for every leaf, as soon as it is there, from any thread.
+
+    Raises DamagedSnapshot where the bytes are not what was saved, SnapshotError where a leaf is not stored.
     """
     keys = {path: x for path, x in target.items() if _is_key(x)}
     plain = {path: _key_data_struct(x) if path in keys else x for path, x in target.items()}
@@ -78,18 +85,34 @@ def load_state(
     context.pytree.loading.partial_load = True
     if restore_bytes is not None:
         context.memory.read_concurrent_bytes = max(restore_bytes, _largest_read(directory, plain) + 1)
-    with context:
-        loaded = ocp.load_checkpointables(epath.Path(directory), {"state": tree.nest(plain)})["state"]
+    seen: set[str] = set()
+
+    names = {array_name(path): path for path in target if path not in keys}
+
+    def ready(name: str, x: jax.Array) -> None:
+        if on_leaf is not None and (path := names.get(name)) is not None:
+            on_leaf(path, x)
+            seen.add(path)
+
+    try:
+        with mover().reading(directory, ready), context:
+            loaded = ocp.load_checkpointables(epath.Path(directory), {"state": tree.nest(plain)})["state"]
+    except Exception as e:
+        raise _clearer(e) from e
     arrays = tree.flatten(loaded)
     if missing := [path for path in target if not isinstance(arrays.get(path), jax.Array)]:
         raise SnapshotError(
             f"{directory}: the snapshot does not hold these leaves: {', '.join(missing)}. Ask only for those that its "
             "meta/data.json lists."
         )
-    return {path: _as_key(arrays[path], keys[path]) if path in keys else arrays[path] for path in target}
+    result = {path: _as_key(arrays[path], keys[path]) if path in keys else arrays[path] for path in target}
+    if on_leaf is not None:
+        for path in result.keys() - seen:
+            on_leaf(path, result[path])
+    return result
 
 
-def read_json(directory: str | os.PathLike[str], item: str) -> Any:
+def read_json(directory: Directory, item: str) -> Any:
     """The JSON item `data` or `meta`, without touching an array or a device."""
     return json.loads((epath.Path(directory) / item / "data.json").read_text())
 
@@ -102,7 +125,7 @@ def array_name(path: str) -> str:
 class _Staged:
     """Knows which leaves Orbax has copied to the host; after the last one the state may be donated."""
 
-    def __init__(self, paths: Any) -> None:
+    def __init__(self, paths: Iterable[str]) -> None:
         self._missing = set(paths)
         self._changed = threading.Condition()
 
@@ -121,15 +144,20 @@ class _Staged:
     def on_write_end(self, keypath: Any) -> None: ...
 
     def wait(self, response: ocp.AsyncResponse[None]) -> None:
-        """Returns when every leaf is copied; raises what the save raised before that."""
+        """Returns when every leaf is copied, or the save is over; its error is for whoever waits for the save."""
         with self._changed:
-            while self._missing:
+            while self._missing and not _is_over(response):
                 self._changed.wait(0.05)
-                try:
-                    response.result(timeout=0.001)
-                    return
-                except TimeoutError:
-                    continue
+
+
+def _is_over(response: ocp.AsyncResponse[None]) -> bool:
+    try:
+        response.result(timeout=0.001)
+    except TimeoutError:
+        return False
+    except Exception:
+        return True
+    return True
 
 
 def _context(timeout_s: float) -> ocp.Context:
@@ -150,48 +178,40 @@ def _context(timeout_s: float) -> ocp.Context:
     return context
 
 
-@functools.cache
-def _store_crc32c() -> None:
-    """Makes Orbax put a crc32c behind every chunk, for which it has no option. Raises SnapshotError where it would not."""
-    found = "no function _build_zarr3_metadata(global_shape, chunk_shape, use_compression)"
-    try:
-        build = tensorstore_utils._build_zarr3_metadata
-
-        def with_crc32c(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            metadata = build(*args, **kwargs)
-            metadata["codecs"][0]["configuration"]["codecs"].append(CRC32C)
-            return metadata
-
-        tensorstore_utils._build_zarr3_metadata = with_crc32c
-        spec = tensorstore_utils.ArrayWriteSpec(
-            "/nowhere", "x", global_shape=(4, 4), write_shape=(2, 4), dtype=jnp.dtype("float32"),
-            use_compression=False, use_zarr3=True, use_ocdbt=False,
-        ).json  # fmt: skip
-        found = json.dumps(spec["metadata"]["codecs"])
-        sharded = spec["metadata"]["codecs"][0]
-        assert sharded["name"] == "sharding_indexed"
-        assert [codec["name"] for codec in sharded["configuration"]["codecs"]] == ["bytes", "crc32c"]
-    except (AttributeError, TypeError, LookupError, AssertionError) as e:
-        raise SnapshotError(
-            f"this orbax-checkpoint cannot be made to write checksums: expected the codecs sharding_indexed[bytes, crc32c], "
-            f"found {found}. Install the version that jaxckpt's pyproject.toml asks for."
-        ) from e
-
-
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
     return not any(text in str(record.msg) for text in NEEDLESS_WARNINGS)
 
 
-def _largest_read(directory: str | os.PathLike[str], target: dict[str, jax.ShapeDtypeStruct]) -> int:
-    """The most bytes that Orbax reserves at once: for one shard, every chunk that it touches."""
+def _clearer(error: BaseException) -> BaseException:
+    """DamagedSnapshot, if that is what lies at the bottom; Orbax hides it under errors of its own."""
+    causes = [error]
+    while (below := causes[-1].__cause__ or causes[-1].__context__) is not None and below not in causes:
+        causes.append(below)
+    for cause in causes:
+        if isinstance(cause, DamagedSnapshot):
+            return DamagedSnapshot(str(cause))
+    for cause in reversed(causes):
+        if any(sign in f"{type(cause).__name__}: {cause}" for sign in SIGNS_OF_DAMAGE):
+            return DamagedSnapshot(f"the snapshot's bytes are not what was saved: {cause}")
+    return error
+
+
+def _shard_bytes(x: Any) -> int:
+    shape = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+    return math.prod(shape) * (8 if _is_key(x) else x.dtype.itemsize)
+
+
+def _largest_read(directory: Directory, target: dict[str, jax.ShapeDtypeStruct]) -> int:
+    """The most bytes that Orbax reserves at once: for one shard of the target, every chunk that it touches."""
     largest = 0
     for path, x in target.items():
-        metadata = json.loads((epath.Path(directory) / "state" / array_name(path) / "zarr.json").read_text())
-        chunk = metadata["codecs"][0]["configuration"]["chunk_shape"]
+        try:
+            metadata = json.loads((epath.Path(directory) / "state" / array_name(path) / "zarr.json").read_text())
+            chunk = metadata["codecs"][0]["configuration"]["chunk_shape"]
+        except (OSError, ValueError, LookupError):
+            continue  # the load itself will say what is wrong
         shard = x.sharding.shard_shape(x.shape)
-        nbytes = np.dtype(x.dtype).itemsize
-        for size, c in zip(shard, chunk, strict=True):
-            nbytes *= (-(-size // c) + 1) * c
+        nbytes = np.dtype(x.dtype).itemsize * math.prod((-(-n // c) + 1) * c for n, c in zip(shard, chunk, strict=True))
         largest = max(largest, nbytes)
     return largest
 

@@ -1,0 +1,375 @@
+"""Moves arrays between memory and zarr3 shard files past the page cache, every chunk with its crc32c. Knows no Orbax.
+
+A shard file is what zarr3's codec sharding_indexed[bytes, crc32c] defines, so tensorstore reads and verifies it too:
+
+    chunk 0 | crc32c | chunk 1 | crc32c | ... | index: offset and size of every chunk | crc32c of the index
+
+without a gap, so every bit of a file is under one of the checksums. The (inner) chunks are small boxes that cut the
+shard along every axis: whoever needs only a part of a shard, cut whichever way, reads little more than that part.
+"""
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import struct
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from crc32c import crc32c
+from jax.sharding import SingleDeviceSharding
+
+from jaxckpt.errors import DamagedSnapshot
+from jaxckpt.snapshot.direct_file import BLOCK_BYTES, Counters, File, Sink, Stream, Workers, allocate
+
+CRC_BYTES = 4
+ROW_BYTES = 512  # copying shorter runs costs more than reading too much
+PARTS = 8
+MOST_BYTES = 4 << 20
+DTYPES = frozenset(
+    [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e4m3b11fnuz",
+    ]
+)
+Box = tuple[slice, ...]
+Reserve = Callable[[int], AbstractAsyncContextManager[None]]  # waits until so many bytes may be in use
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array lies on disk: one file a shard of `shard` elements, made of chunks of `chunk` elements."""
+
+    shape: tuple[int, ...]
+    shard: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def chunks_per_axis(self) -> tuple[int, ...]:
+        return tuple(s // c for s, c in zip(self.shard, self.chunk, strict=True))
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.chunk) * self.dtype.itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        return math.prod(self.chunks_per_axis) * (self.chunk_bytes + CRC_BYTES + 16) + CRC_BYTES
+
+    def file(self, root: str, shard: tuple[int, ...]) -> str:
+        """The file of the shard at this place in the grid of shards."""
+        return os.path.join(root, "c", *map(str, shard))
+
+    def shards_of(self, box: Box) -> Iterator[tuple[int, ...]]:
+        """The places of the shards that hold a part of `box`."""
+        return itertools.product(*[range(b.start // s, -(-b.stop // s)) for b, s in zip(box, self.shard, strict=True)])
+
+
+def layout_of(metadata: dict[str, Any]) -> Layout | None:
+    """The layout that an array's zarr.json describes, or None where only tensorstore can read it."""
+    try:
+        (sharding,) = metadata["codecs"]
+        inner = sharding["configuration"]
+        shape, shard = tuple(metadata["shape"]), tuple(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+        known = (
+            sharding["name"] == "sharding_indexed"
+            and [codec["name"] for codec in inner["codecs"]] == ["bytes", "crc32c"]
+            and [codec["name"] for codec in inner["index_codecs"]] == ["bytes", "crc32c"]
+            and inner.get("index_location", "end") == "end"
+            and metadata["chunk_grid"]["name"] == "regular"
+            and metadata.get("chunk_key_encoding", {"name": "default"}) in ({"name": "default"}, _SLASHES)
+            and metadata["data_type"] in DTYPES
+            and sys.byteorder == "little"
+        )
+        layout = Layout(shape, shard, tuple(inner["chunk_shape"]), jnp.dtype(metadata["data_type"])) if known else None
+    except (LookupError, TypeError, ValueError):
+        return None
+    if layout is None or not math.prod(shape) or len(shape) != len(shard) or len(shard) != len(layout.chunk):
+        return None
+    even = all(n % s == 0 and s % c == 0 for n, s, c in zip(shape, shard, layout.chunk, strict=True))
+    return layout if even and math.prod(layout.chunks_per_axis) * 16 < BLOCK_BYTES else None
+
+
+_SLASHES = {"name": "default", "configuration": {"separator": "/"}}
+
+
+def chunk_shape(shard: tuple[int, ...], itemsize: int, *, least_bytes: int) -> tuple[int, ...]:
+    """The shape of a shard's chunks: up to 8 parts along every axis, none smaller than `least_bytes`.
+
+    A chunk is what a reader must read whole. The later axes are cut first, because a mesh has mostly cut the first.
+    """
+    chunk, parts = list(shard), [1] * len(shard)
+
+    def nbytes() -> int:
+        return math.prod(chunk) * itemsize
+
+    def smallest_cut(axis: int) -> int:
+        n = chunk[axis]
+        return next((p for p in range(2, math.isqrt(n) + 1) if n % p == 0), n)
+
+    def may_cut(axis: int, most_parts: float) -> bool:
+        cut = smallest_cut(axis)
+        row = chunk[-1] * itemsize // (cut if axis == len(chunk) - 1 else 1)
+        return cut > 1 and parts[axis] * cut <= most_parts and nbytes() // cut >= least_bytes and row >= ROW_BYTES
+
+    def cut(axis: int) -> None:
+        by = smallest_cut(axis)
+        chunk[axis] //= by
+        parts[axis] *= by
+
+    while axes := [a for a in range(len(chunk)) if may_cut(a, 2 * PARTS if parts[a] == 1 else PARTS)]:
+        cut(min(axes, key=lambda a: (parts[a], -a)))
+    while nbytes() > max(MOST_BYTES, least_bytes) and (axes := [a for a in range(len(chunk)) if may_cut(a, math.inf)]):
+        cut(axes[0])
+    return tuple(chunk)
+
+
+def codecs(chunk: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The codecs of zarr.json that stand for this file format."""
+    little, crc = {"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}
+    configuration = {
+        "chunk_shape": list(chunk),
+        "codecs": [little, crc],
+        "index_codecs": [little, crc],
+        "index_location": "end",
+    }
+    return [{"name": "sharding_indexed", "configuration": configuration}]
+
+
+def write_shard(path: str, array: np.ndarray, layout: Layout, counters: Counters) -> None:
+    """Writes one shard's file; returns when it is on the disk. Raises OSError, with the path, where it cannot be."""
+    source = _as_bytes(array)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with File(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+        out, index = Sink(file), []
+        for place in itertools.product(*map(range, layout.chunks_per_axis)):
+            start, crc = out.offset, 0
+            origin = tuple(p * c for p, c in zip(place, layout.chunk, strict=True))
+            for box in _pieces(layout.chunk, layout.dtype.itemsize):
+                part = source[_shift(box, origin)]
+                view = out.room(part.size)
+                np.copyto(view.reshape(part.shape), part)
+                crc = crc32c(view.data, crc)
+                out.push(part.size)
+            out.append(struct.pack("<I", crc))
+            index += [start, out.offset - start]
+        raw = struct.pack(f"<{len(index)}Q", *index)
+        out.append(raw + struct.pack("<I", crc32c(raw)))
+        out.finish()
+    counters.add(files_written=1, bytes_written=out.offset)
+
+
+def read_shard(
+    path: str, layout: Layout, shard: tuple[int, ...], box: Box, out: np.ndarray, counters: Counters
+) -> None:
+    """Copies what the shard holds of `box`, a box of the whole array, into `out`, which is that box.
+
+    Verifies the size of the file, the index, and every chunk that it reads: those that touch `box`. Raises
+    DamagedSnapshot with the file and the byte range.
+    """
+    if not os.path.isfile(path):
+        raise _damaged(path, 0, layout.file_bytes, "the file is missing")
+    target, wanted = _as_bytes(out), layout.chunk_bytes
+    corner = tuple(b.start for b in box)
+    with File(path, os.O_RDONLY) as file:
+        needed = []
+        for offset, place in zip(_read_index(file, layout, counters), _places(layout), strict=True):
+            origin = tuple(s * n + p * c for s, n, p, c in zip(shard, layout.shard, place, layout.chunk, strict=True))
+            if _overlap(tuple(slice(o, o + c) for o, c in zip(origin, layout.chunk, strict=True)), box) is not None:
+                needed.append((offset, origin))
+        for run in _runs(sorted(needed), wanted + CRC_BYTES):
+            stream = Stream(file, run[0][0], run[-1][0] + wanted + CRC_BYTES, counters)
+            for offset, origin in run:
+                crc = 0
+                for piece in _pieces(layout.chunk, layout.dtype.itemsize):
+                    shape = tuple(s.stop - s.start for s in piece)
+                    data = stream.take(math.prod(shape) * layout.dtype.itemsize)
+                    crc = crc32c(data.data, crc)
+                    here = _shift(piece, origin)
+                    if (part := _overlap(here, box)) is not None:
+                        start = tuple(-s.start for s in here)
+                        view = data.reshape(*shape, layout.dtype.itemsize)
+                        np.copyto(target[_shift(part, tuple(-c for c in corner))], view[_shift(part, start)])
+                if stream.take(CRC_BYTES).tobytes() != struct.pack("<I", crc):
+                    raise _damaged(path, offset, offset + wanted + CRC_BYTES, "its crc32c does not match")
+    counters.add(files_read=1)
+
+
+async def write_array(
+    root: str,
+    layout: Layout,
+    parts: list[tuple[Box, np.ndarray]],
+    workers: Workers,
+    reserve: Reserve,
+    counters: Counters,
+) -> None:
+    """Writes whole shards of the array in the directory `root`, several at a time; its zarr.json is not written."""
+
+    async def write(box: Box, shard: np.ndarray) -> None:
+        place = tuple(b.start // n for b, n in zip(box, layout.shard, strict=True))
+        async with reserve(shard.nbytes):
+            await _on(pool, write_shard, layout.file(root, place), shard, layout, counters)
+
+    with workers.pool() as pool:
+        await _all(write(box, shard) for box, shard in parts)
+
+
+async def read_array(
+    root: str, layout: Layout, sharding: jax.sharding.Sharding, workers: Workers, reserve: Reserve, counters: Counters
+) -> tuple[jax.Array, int]:
+    """The array in the directory `root`, made straight in this sharding and memory kind, and its bytes in this process.
+
+    Reads only what this process's devices hold, once where several hold the same.
+    """
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(layout.shape).items():
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), layout.shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
+
+    async def read(bounds: tuple[tuple[int, int], ...], devices: list[Any]) -> list[jax.Array]:
+        box = tuple(slice(*b) for b in bounds)
+        shape = tuple(s.stop - s.start for s in box)
+        nbytes = math.prod(shape) * layout.dtype.itemsize
+        async with reserve(nbytes):
+            out = allocate(nbytes).view(layout.dtype).reshape(shape)
+            await _all(
+                _on(pool, read_shard, layout.file(root, place), layout, place, box, out, counters)
+                for place in layout.shards_of(box)
+            )
+            return await _on(pool, _put, out, devices, sharding.memory_kind)
+
+    with workers.pool() as pool:
+        held = await _all(read(bounds, devices) for bounds, devices in holders.items())
+    arrays = [x for several in held for x in several]
+    return jax.make_array_from_single_device_arrays(layout.shape, sharding, arrays), sum(x.nbytes for x in arrays)
+
+
+def _put(shard: np.ndarray, devices: list[Any], memory_kind: str | None) -> list[jax.Array]:
+    # A CPU device takes the memory over as it is; others copy it, and it is in use until they have.
+    placed = [jax.device_put(shard, SingleDeviceSharding(d, memory_kind=memory_kind)) for d in devices]
+    return jax.block_until_ready(placed)
+
+
+async def _on(pool: ThreadPoolExecutor, f: Callable[..., T], *args: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, f, *args)
+
+
+async def _all(waiting: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they return; after the first error the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in waiting]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def read_layout(root: str) -> Layout | None:
+    """The layout of the array in the directory `root`; None where this module cannot read it."""
+    try:
+        with open(os.path.join(root, "zarr.json"), "rb") as f:
+            metadata = json.load(f)
+    except (OSError, ValueError):
+        return None
+    return layout_of(metadata) if isinstance(metadata, dict) else None
+
+
+def _read_index(file: File, layout: Layout, counters: Counters) -> list[int]:
+    """The offset of every chunk, after checking that the chunks and the index fill the file."""
+    count = math.prod(layout.chunks_per_axis)
+    length, each = 16 * count + CRC_BYTES, layout.chunk_bytes + CRC_BYTES
+    if (found := file.size) != (expected := layout.file_bytes):
+        raise _damaged(file.path, min(found, expected), max(found, expected), f"it has {found} bytes, not {expected}")
+    start = layout.file_bytes - length
+    raw = Stream(file, start, file.size, counters).take(length).tobytes()
+    if crc32c(raw[:-CRC_BYTES]) != struct.unpack("<I", raw[-CRC_BYTES:])[0]:
+        raise _damaged(file.path, start, file.size, "the crc32c of its index does not match")
+    entries = struct.unpack(f"<{2 * count}Q", raw[:-CRC_BYTES])
+    offsets, sizes = list(entries[::2]), entries[1::2]
+    if sorted(offsets) != list(range(0, count * each, each)) or set(sizes) != {each}:
+        raise _damaged(file.path, start, file.size, "its index does not fit the array")
+    return offsets
+
+
+def _places(layout: Layout) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*map(range, layout.chunks_per_axis))
+
+
+def _runs(chunks: list[tuple[int, Any]], each: int) -> Iterator[list[tuple[int, Any]]]:
+    """Groups of chunks that follow each other without a gap in the file."""
+    run: list[tuple[int, Any]] = []
+    for chunk in chunks:
+        if run and chunk[0] != run[-1][0] + each:
+            yield run
+            run = []
+        run.append(chunk)
+    if run:
+        yield run
+
+
+def _pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """Boxes of at most BLOCK_BYTES that follow each other in a C-contiguous array of this shape; mostly one."""
+    axis = 0  # the first whose rows fit
+    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * itemsize > BLOCK_BYTES:
+        axis += 1
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[axis + 1 :]) * itemsize
+    count = max(1, BLOCK_BYTES // row)
+    whole = tuple(slice(0, n) for n in shape[axis + 1 :])
+    for outer in itertools.product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], count):
+            along = slice(start, min(start + count, shape[axis]))
+            yield (*(slice(i, i + 1) for i in outer), along, *whole)
+
+
+def _shift(box: Box, by: tuple[int, ...]) -> Box:
+    return tuple(slice(s.start + n, s.stop + n) for s, n in zip(box, by, strict=True))
+
+
+def _overlap(a: Box, b: Box) -> Box | None:
+    both = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return both if all(s.start < s.stop for s in both) else None
+
+
+def _as_bytes(array: np.ndarray) -> np.ndarray:
+    """The same memory as uint8, with one more axis: the bytes of an element."""
+    array = np.asarray(array, order="C")
+    return array.reshape(-1).view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
+
+
+def _damaged(path: str, start: int, stop: int, what: str) -> DamagedSnapshot:
+    return DamagedSnapshot(
+        f"{path}: bytes {start} to {stop} are not what was saved: {what}. Restore from another step; this one cannot be "
+        "mended."
+    )

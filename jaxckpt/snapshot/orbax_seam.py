@@ -1,0 +1,311 @@
+"""Stands in for private functions of Orbax's, so that the bytes of our arrays are moved by `direct`.
+
+Nothing here changes what lies on disk but the size of the chunks and their checksums, which `store_checked_chunks` sees
+to whoever moves the bytes. A process in which Orbax has other functions than we know, and a file system on which the
+self-test fails, gets one warning and Orbax's own way.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import logging
+import os
+import tempfile
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.serialization import (
+    jax_array_handlers,
+    limits,
+    replica_slices,
+    serialization,
+    tensorstore_utils,
+)
+from orbax.checkpoint._src.serialization import types as serialization_types
+
+from jaxckpt.errors import DamagedSnapshot, SnapshotError
+from jaxckpt.snapshot import direct
+from jaxckpt.snapshot.direct_file import Counters, Workers
+
+TMP_SUFFIX = ".orbax-checkpoint-tmp"
+LOCAL_CHUNK_BYTES, REMOTE_CHUNK_BYTES = 256 << 10, 4 << 20  # the least of a chunk; a request to a server costs more
+# What the functions that we stand in for take, and which function calls them by these names.
+SIGNATURES = {
+    "async_serialize_from_host": "rslices_on_host tensorstore_spec context primary_host transaction byte_limiter",
+    "async_deserialize": "user_sharding tensorstore_spec global_shape dtype byte_limiter context assume_metadata strict",
+}
+CALLERS = {
+    "async_serialize_from_host": "_async_serialize_replica_slices",
+    "build_array_write_spec": "_async_serialize_replica_slices",
+    "async_deserialize": "_deserialize_arrays",
+}
+SLOW = "snapshots are moved by Orbax alone, which is slower: %s"
+PROBE = "probe"
+log = logging.getLogger("jaxckpt")
+
+Directory = str | os.PathLike[str]
+Listener = Callable[[str, jax.Array], None]
+
+
+@functools.cache
+def mover() -> "Mover":
+    """The one of this process, as Orbax's functions are; the first call puts it in their place."""
+    return Mover()
+
+
+class Mover:
+    """Moves the bytes of arrays in our own directories, and leaves all others to Orbax."""
+
+    def __init__(self) -> None:
+        self.counters, self.workers = Counters(), Workers()
+        self._writing: dict[str, str] = {}  # {parent of a directory that is being written: its path}
+        self._reading: dict[str, Listener] = {}
+        self._trusted: dict[int, bool] = {}  # {number of a file system: whether the self-test passed there}
+        store_checked_chunks(self._is_ours)
+        self._problem = _unknown_seam()
+        if self._problem is None:
+            self._write, self._read = serialization.async_serialize_from_host, serialization.async_deserialize
+            serialization.async_serialize_from_host, serialization.async_deserialize = self.serialize, self.deserialize
+        else:
+            log.warning(SLOW, self._problem)
+
+    def writing(self, directory: Directory) -> None:
+        """Looks after the arrays that are written to `directory` from now on, and to no other one beside it."""
+        parent = os.path.dirname(os.fspath(directory))
+        self._writing[parent] = os.fspath(directory)
+        self.is_trusted(parent)  # now, and not in the middle of the save
+
+    @contextmanager
+    def reading(self, directory: Directory, listener: Listener) -> Iterator[None]:
+        """Looks after the arrays that are read from `directory` meanwhile, and tells `listener` of each."""
+        root = os.fspath(directory)
+        self._reading[root] = listener
+        self.is_trusted(root)
+        try:
+            yield
+        finally:
+            del self._reading[root]
+
+    def is_trusted(self, directory: str) -> bool:
+        """Whether the self-test passed on the file system of `directory`; makes it once."""
+        if self._problem is not None or "://" in directory:
+            return False
+        try:
+            device = os.stat(directory).st_dev
+        except OSError:
+            return False
+        if device not in self._trusted:
+            self._trusted[device] = True  # the test itself goes this way
+            try:
+                with tempfile.TemporaryDirectory(
+                    prefix="selftest", suffix=TMP_SUFFIX, dir=directory if os.access(directory, os.W_OK) else None
+                ) as scratch:
+                    self._test(scratch)
+            except Exception as e:
+                self._trusted[device] = False
+                log.warning(SLOW, f"the self-test in {directory} failed ({type(e).__name__}: {e})")
+        return self._trusted[device]
+
+    async def serialize(
+        self,
+        rslices_on_host: Any,
+        tensorstore_spec: dict[str, Any],
+        *,
+        context: Any = None,
+        primary_host: int | None = 0,
+        transaction: Any = None,
+        byte_limiter: Any = None,
+    ) -> None:
+        """In place of Orbax's async_serialize_from_host: writes what this process holds of one array."""
+        root = _file_path(tensorstore_spec)
+        parent = next((parent for parent, ours in self._writing.items() if _lies_in(root, ours)), None)
+        layout = None
+        if parent is not None and transaction is None and rslices_on_host.is_on_host and self.is_trusted(parent):
+            layout = direct.layout_of({**tensorstore_spec["metadata"], "data_type": tensorstore_spec["dtype"]})
+        if layout is None or tuple(rslices_on_host.local_shape) != layout.shard:
+            return await self._write(
+                rslices_on_host, tensorstore_spec, context=context, primary_host=primary_host,
+                transaction=transaction, byte_limiter=byte_limiter,
+            )  # fmt: skip
+        if primary_host is None or jax.process_index() == primary_host:
+            await ts.open(ts.Spec(tensorstore_spec), create=True, open=True, context=context)
+        parts = [(part.index, part.value) for part in rslices_on_host.to_fragments().fragments]
+        await direct.write_array(root, layout, parts, self.workers, _reserve(byte_limiter), self.counters)
+
+    async def deserialize(
+        self,
+        user_sharding: Any,
+        tensorstore_spec: Any,
+        global_shape: Any = None,
+        dtype: Any = None,
+        *,
+        byte_limiter: Any = None,
+        context: Any = None,
+        assume_metadata: bool = False,
+        strict: bool = True,
+    ) -> tuple[jax.Array, int]:
+        """In place of Orbax's async_deserialize: the array, and the bytes of it in this process."""
+        root = _file_path(tensorstore_spec)
+        listener = next((f for ours, f in self._reading.items() if _lies_in(root, ours)), None)
+        layout = None
+        if listener is not None and isinstance(user_sharding, jax.sharding.Sharding) and self.is_trusted(root):
+            layout = direct.read_layout(root)
+        if (
+            layout is None
+            or not user_sharding.addressable_devices
+            or (global_shape is not None and tuple(global_shape) != layout.shape)
+            or (dtype is not None and jnp.dtype(dtype) != layout.dtype)
+        ):
+            result = await self._read(
+                user_sharding, tensorstore_spec, global_shape, dtype, byte_limiter=byte_limiter, context=context,
+                assume_metadata=assume_metadata, strict=strict,
+            )  # fmt: skip
+        else:
+            reserve = _reserve(byte_limiter)
+            result = await direct.read_array(root, layout, user_sharding, self.workers, reserve, self.counters)
+        if listener is not None:
+            listener(os.path.basename(root), result[0])
+        return result
+
+    def _is_ours(self, directory: str) -> bool:
+        return any(_lies_in(directory, ours) for ours in self._writing.values())
+
+    def _test(self, scratch: str) -> None:
+        """Writes and reads a small sharded array as a snapshot's are, and looks at it with other eyes."""
+        devices = jax.local_devices()[:2]
+        a = np.arange(len(devices) * 300, dtype=np.float32).reshape(len(devices), 300)
+        sharding = NamedSharding(Mesh(np.array(devices), ("d",)), PartitionSpec("d"))
+        x = jax.device_put(a, sharding)
+        path = os.path.join(scratch, "step" + TMP_SUFFIX)
+        info = serialization_types.ParamInfo(
+            name="x", parent_dir=epath.Path(path), use_zarr3=True, use_compression=False, is_ocdbt_checkpoint=False,
+            ts_context=tensorstore_utils.get_ts_context(use_ocdbt=False),
+        )  # fmt: skip
+        before = (self.counters.files_written, self.counters.files_read)
+        self._writing[scratch] = os.path.join(scratch, "step")
+        self._reading[path] = lambda *_: None
+        try:
+            (on_host,) = replica_slices.transfer_arrays_to_host([x], 0, False)
+            spec = tensorstore_utils.build_array_write_spec(
+                info, global_shape=x.shape, local_shape=on_host.local_shape, dtype=x.dtype, use_ocdbt=False
+            ).json
+            read_spec = tensorstore_utils.build_array_read_spec(info, use_ocdbt=False).json
+            _run(lambda: serialization.async_serialize_from_host(on_host, spec, primary_host=None))
+            plain = {"driver": "zarr3", "kvstore": {"driver": "file", "path": os.path.join(path, "x")}}
+            found = ts.open(plain, open=True).result().read().result()
+            loaded, _ = _run(lambda: serialization.async_deserialize(sharding, read_spec))
+            with open(os.path.join(path, "x", "c", "0", "0"), "r+b") as f:
+                first = f.read(1)
+                f.seek(0)
+                f.write(bytes([first[0] ^ 1]))
+            try:
+                _run(lambda: serialization.async_deserialize(sharding, read_spec))
+            except DamagedSnapshot:
+                pass
+            else:
+                raise AssertionError("a flipped bit was not seen")
+        finally:
+            del self._writing[scratch], self._reading[path]
+        moved = (self.counters.files_written - before[0], self.counters.files_read - before[1])
+        assert moved[0] == len(devices) and moved[1] >= len(devices), f"Orbax did not use it: {moved} files"
+        assert np.array_equal(found, a), "tensorstore reads other values than were written"
+        assert np.array_equal(loaded, a), "other values are read than were written"
+
+
+def store_checked_chunks(is_ours: Callable[[str], bool]) -> None:
+    """Makes Orbax store our arrays in small chunks with a crc32c each, for which it has no option.
+
+    Raises SnapshotError where this Orbax would not.
+    """
+    found = "another function build_array_write_spec"
+    try:
+        build = tensorstore_utils.build_array_write_spec
+
+        def build_checked(info: Any, *args: Any, **kwargs: Any) -> Any:
+            spec = build(info, *args, **kwargs)
+            if is_ours(os.fspath(info.parent_dir)) or info.name is PROBE:
+                _set_chunks(spec.json)
+            return spec
+
+        tensorstore_utils.build_array_write_spec = build_checked
+        info = serialization_types.ParamInfo(
+            name=PROBE,
+            parent_dir=epath.Path("/nowhere"),
+            use_zarr3=True,
+            use_compression=False,
+            ts_context=ts.Context(),
+        )
+        spec = build_checked(info, global_shape=(4, 4), local_shape=(2, 4), dtype=np.dtype("float32"), use_ocdbt=False)
+        found = json.dumps(spec.json)
+        layout = direct.layout_of({**spec.json["metadata"], "data_type": spec.json["dtype"]})
+        assert layout == direct.Layout((4, 4), (2, 4), (2, 4), np.dtype("float32"))
+    except (AttributeError, TypeError, LookupError, AssertionError) as e:
+        raise SnapshotError(
+            "this orbax-checkpoint cannot be made to write checksums: expected the codecs sharding_indexed[bytes, crc32c], "
+            f"found {found}. Install the version that jaxckpt's pyproject.toml asks for."
+        ) from e
+
+
+def _set_chunks(spec: dict[str, Any]) -> None:
+    array = spec.get("base", spec)  # a cast stands around the array's own spec
+    shard = tuple(array["metadata"]["chunk_grid"]["configuration"]["chunk_shape"])
+    least = LOCAL_CHUNK_BYTES if array["kvstore"]["driver"] == "file" else REMOTE_CHUNK_BYTES
+    chunk = direct.chunk_shape(shard, jnp.dtype(array["dtype"]).itemsize, least_bytes=least)
+    assert array["metadata"]["codecs"][0]["name"] == "sharding_indexed"
+    array["metadata"]["codecs"] = direct.codecs(chunk)
+
+
+def _unknown_seam() -> str | None:
+    """What differs around the two functions of Orbax's that we stand in for; None where nothing does."""
+    for name, expected in SIGNATURES.items():
+        try:
+            found = " ".join(inspect.signature(getattr(serialization, name)).parameters)
+        except (AttributeError, TypeError, ValueError) as e:
+            found = repr(e)
+        if found != expected:
+            return f"Orbax's private function {name} takes ({found}), not ({expected})"
+    for name, caller in CALLERS.items():
+        code = getattr(getattr(jax_array_handlers, caller, None), "__code__", None)
+        if code is None or name not in _names(code):
+            return f"Orbax's private function {caller} does not call {name}"
+    if getattr(jax_array_handlers, "serialization", None) is not serialization:
+        return "Orbax's module jax_array_handlers does not use the module serialization"
+    return None
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names that a function, or one inside it, looks up."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _file_path(spec: Any) -> str:
+    """The directory of the array that a tensorstore spec describes, "" where it is not zarr3 on local files."""
+    array = spec.get("base", spec) if isinstance(spec, dict) else {}
+    store = array.get("kvstore", {})
+    return os.path.normpath(store["path"]) if array.get("driver") == "zarr3" and store.get("driver") == "file" else ""
+
+
+def _lies_in(path: str, directory: str) -> bool:
+    return path.startswith(directory) and path[len(directory) :].startswith(("/", TMP_SUFFIX))
+
+
+def _reserve(byte_limiter: Any) -> direct.Reserve:
+    limiter = byte_limiter or limits.get_byte_limiter()
+    return lambda nbytes: limits.reserved_bytes(limiter, nbytes)
+
+
+def _run(start: Callable[[], Any]) -> Any:
+    """Runs a coroutine to its end, also where an event loop is running already, as in a notebook."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(start())).result()
