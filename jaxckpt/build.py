@@ -76,7 +76,8 @@ def _start_jax(config: cf.RunConfig) -> None:
     group = config.distributed
     if group.coordinator_address is not None:
         assert group.num_processes is not None and group.process_id is not None  # the config's own check
-        join(group.coordinator_address, group.num_processes, group.process_id, timeout_s=group.timeout_s)
+        limits = {"timeout_s": group.timeout_s, "heartbeat_timeout_s": group.heartbeat_timeout_s}
+        join(group.coordinator_address, group.num_processes, group.process_id, **limits)
     jax.devices()
 
 

@@ -36,6 +36,8 @@ class SaveError(SnapshotError):
 class DistributedError(JaxckptError):
     """Another process did not do its part in time; the text names it."""
 
+    exit_code = 1
+
 
 class NonFiniteError(JaxckptError):
     """The loss, a gradient or the state is no longer finite."""

@@ -17,6 +17,7 @@ from jaxckpt import exactness
 from jaxckpt.arguments import check_arguments
 from jaxckpt.beginning import Beginning
 from jaxckpt.data.batches import BatchStream
+from jaxckpt.distributed import watch
 from jaxckpt.distributed.sync import Agreement, Group
 from jaxckpt.errors import ConfigError, NonFiniteError, PlanError
 from jaxckpt.observe.metrics import MetricsFile
@@ -139,6 +140,7 @@ class Run:
         self._program = Program(step_fn, self.plan, batch, phases=self.phases, is_kept=snapshots is not None)
         self._eval_fn = make_eval_step(parts, loss, self.plan, batch, gathered=gathered)
         self._metrics: MetricsFile | None = None
+        self._watch: watch.Watch | None = None
         self._clock = 0.0
         self._is_closed = False
         self._is_torn = False
@@ -200,6 +202,7 @@ class Run:
                 "continues from the newest snapshot"
             )
         is_new = self.state is None
+        self._watch = watch.start(newest_saved=self._newest_saved)
         if is_new:
             begun = self._beginning.begin(lambda step: self._program.start() if until is None or step < until else None)
             self.state, self.step = begun.state, begun.step
@@ -225,11 +228,15 @@ class Run:
             self._metrics.close()
         if self.snapshots:
             self.snapshots.close()
+        if self._watch:
+            self._watch.close()
 
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and self._watch:
+            self._watch.fail_with(error)  # first: to close, this process would wait for the others
         self.close()
 
     def _loop(self, until: int, should_stop: Callable[[], bool]) -> Iterator[Report]:
@@ -323,6 +330,8 @@ class Run:
         values = jax.device_get(pending.metrics)
         previous, self._clock = self._clock, time.perf_counter()
         report = make_report(pending.step, values, seconds=self._clock - previous)
+        if self._watch:
+            self._watch.step = pending.step
         if report.skipped and self._nonfinite == "stop":
             raise NonFiniteError(
                 f"step {report.step}: the loss is {report.loss} and the gradient's norm {report.grad_norm}. {self._way_back()}"
@@ -364,6 +373,9 @@ class Run:
         )
         self._last_saved, self._saved_at = self.step, time.monotonic()
         self._save_agreement = Agreement()
+
+    def _newest_saved(self) -> int | None:
+        return next(reversed(self.snapshots.steps()), None) if self.snapshots else None
 
     def _way_back(self) -> str:
         if self.snapshots:

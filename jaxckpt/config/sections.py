@@ -189,6 +189,8 @@ class Distributed(Config):
     """number of this process, from 0"""
     timeout_s: Positive = 300.0
     """seconds to wait for the other processes at the start"""
+    heartbeat_timeout_s: Positive = 30.0
+    """seconds of silence after which another process counts as dead, which ends the run on all"""
 
 
 class RunConfig(Config):

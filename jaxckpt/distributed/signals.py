@@ -1,8 +1,9 @@
-"""Stop signals: the first asks the run to stop after a step, the second stops at once."""
+"""Stop signals: the first asks the run to stop when it next can, the second stops at once."""
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -10,10 +11,20 @@ from types import FrameType
 STOPPED = 75
 """exit code of a run that stopped early and can be resumed (EX_TEMPFAIL of sysexits.h)"""
 
+_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
 
 @dataclass
 class StopRequest:
+    """True once a signal has asked to stop. Whoever works keeps `consequence` and `before_leaving` right."""
+
     signal_name: str | None = None
+    consequence: str = "stopping before anything is trained"
+    """what a first signal leads to now, for the one who sent it"""
+    loss: str = "nothing had been trained yet"
+    """what a second signal costs now"""
+    before_leaving: Callable[[str], object] = lambda reason: None
+    """called with the reason when a second signal ends the process; it must return within seconds"""
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
@@ -21,23 +32,47 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """While open, SIGTERM and SIGINT set the request; a second one exits with code 75 at once, saving nothing."""
+    """While open, SIGTERM and SIGINT set the request; a second one exits with code 75 at once, saving nothing.
+
+    A thread does this, not the signal handler: Python runs handlers in the main thread alone, and that may sit in a
+    compiler, in a wait for another process or in an import for minutes.
+    """
     request = StopRequest()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if request:
-            _say(f"{name} again: stopping at once; what was not saved is lost")
-            os._exit(STOPPED)
-        request.signal_name = name
-        _say(f"{name}: saving after this step, then stopping (once more: stop at once)")
-
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    listener = threading.Thread(target=_listen, args=(reader, request), name="jaxckpt-signals", daemon=True)
+    listener.start()
+    previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # The numbers go through the pipe; a Python handler must exist for them to do so.
+    previous = {number: signal.signal(number, _ignore) for number in _NUMBERS}
     try:
         yield request
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_writer)
+        os.close(writer)
+        listener.join()
+        os.close(reader)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _listen(reader: int, request: StopRequest) -> None:
+    while numbers := os.read(reader, 1):
+        if numbers[0] in _NUMBERS:
+            _receive(signal.Signals(numbers[0]).name, request)
+
+
+def _receive(name: str, request: StopRequest) -> None:
+    if request:
+        _say(f"{name} again: stopping at once; {request.loss}")
+        request.before_leaving(f"was stopped at once by a second {name}")
+        os._exit(STOPPED)
+    request.signal_name = name
+    _say(f"{name}: {request.consequence} (once more: stop at once)")
 
 
 def _say(text: str) -> None:

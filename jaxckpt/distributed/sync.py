@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax._src import distributed as _jax_distributed  # the client has no public name; held by tests/multiprocess
@@ -26,6 +26,11 @@ def client() -> Any:
     return _jax_distributed.global_state.client
 
 
+def process_number() -> tuple[int, int]:
+    """(number of this process, how many there are), without starting a backend, which itself waits for the others."""
+    return _jax_distributed.global_state.process_id, _jax_distributed.global_state.num_processes
+
+
 class Group:
     """All processes of the run; every process must make the same calls in the same order.
 
@@ -33,7 +38,7 @@ class Group:
     """
 
     # Shared by all groups of a process, because they share the store, where a key can be set only once.
-    _calls: Counter[str] = Counter()
+    _calls: ClassVar[Counter[str]] = Counter()
     _calls_lock = threading.Lock()
 
     def __init__(self, *, timeout_s: float) -> None:
