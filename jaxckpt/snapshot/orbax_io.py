@@ -98,7 +98,10 @@ def load_state(
         with mover().reading(directory, ready), context:
             loaded = ocp.load_checkpointables(epath.Path(directory), {"state": tree.nest(plain)})["state"]
     except Exception as e:
-        raise _clearer(e) from e
+        clearer = _clearer(e)
+        if clearer is e:
+            raise  # `raise e from e` would make it its own cause
+        raise clearer from e
     arrays = tree.flatten(loaded)
     if missing := [path for path in target if not isinstance(arrays.get(path), jax.Array)]:
         raise SnapshotError(

@@ -138,7 +138,7 @@ def root_cause(error: BaseException) -> str:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    # The chain of a failed request to gs:// bites its own tail.
+    # An error that was raised from itself makes a ring.
     seen: list[BaseException] = []
     while error.__cause__ is not None and error not in seen and not isinstance(error, JaxckptError):
         seen.append(error)
