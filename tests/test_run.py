@@ -10,42 +10,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny import Examples, Mlp, differing, example, mesh_of, squared_error
+from small import bits, make_run, train
+from tiny import Examples, differing, example, squared_error
 
-from jaxckpt import Run, Snapshots, read_metrics
+from jaxckpt import Snapshots, read_metrics
 from jaxckpt.errors import ConfigError, DataError, NonFiniteError, PlanError, SnapshotError
-
-MESH = mesh_of(data=2)
-
-
-def model(rngs):
-    return Mlp(rngs, dropout=0.2, has_norm=True)
-
-
-def make_run(run_dir=None, *, every=2, keep=10, **args):
-    args = {
-        "model": model,
-        "loss": squared_error,
-        "optimizer": optax.adam(1e-2),
-        "data": Examples(20),
-        "global_batch": 4,
-        "mesh": MESH,
-        "snapshots": None if run_dir is None else Snapshots(run_dir, every=every, keep=keep, timeout_s=60),
-        "timeout_s": 20.0,
-        **args,
-    }
-    return Run(**args)
-
-
-def train(run_dir, until, **args):
-    """(reports, final state as numpy, the closed run)."""
-    with make_run(run_dir, **args) as run:
-        reports = list(run.train(until))
-        return reports, jax.tree.map(np.asarray, run.state), run
-
-
-def bits(reports):
-    return [(r.step, r.loss_bits, r.batch_digest, r.grad_norm) for r in reports]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,64 @@
+"""Saved by four processes, restored by one, two or four on another mesh, cut otherwise or held elsewhere: exact, and each
+process reads only what it holds."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from runs import ROOT, finish, start
+from test_two_processes import free_port, kill
+
+WORKER = str(Path(__file__).parent / "layouts.py")
+MIB = 1 << 20
+MATRIX = 64 * MIB
+
+# What a restore may hold beside the arrays: the chunks in flight, the compiled check, Python's own.
+SPARE = 96 * MIB
+
+
+def run(action, run_dir, *, processes, devices, axes, spec, kind="device"):
+    """What each process says."""
+    port = str(free_port())
+    layout = (str(devices), json.dumps(axes), json.dumps(spec), kind)
+    command = [sys.executable, WORKER, action, str(run_dir), str(processes)]
+    group = [start([*command, str(i), port, *layout], PYTHONPATH=str(ROOT)) for i in range(processes)]
+    try:
+        return [json.loads(finish(process).strip().splitlines()[-1]) for process in group]
+    finally:
+        kill(group)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """By 4 processes of 2 devices, the matrix cut by rows."""
+    run_dir = tmp_path_factory.mktemp("four")
+    run("save", run_dir, processes=4, devices=2, axes={"fsdp": 8}, spec=["fsdp", None])
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"processes": 1, "devices": 8, "axes": {"data": 2, "fsdp": 4}, "spec": ["fsdp", None]},
+        {"processes": 1, "devices": 1, "axes": {}, "spec": []},
+        {"processes": 2, "devices": 4, "axes": {"fsdp": 8}, "spec": ["fsdp", None], "kind": "pinned_host"},
+        {"processes": 2, "devices": 1, "axes": {"fsdp": 2}, "spec": [None, "fsdp"]},
+        {"processes": 4, "devices": 2, "axes": {"fsdp": 4, "tensor": 2}, "spec": ["tensor", "fsdp"]},
+    ],
+    ids=[
+        "one process, 4 x 2",
+        "one device",
+        "two processes, pinned host",
+        "two processes, by columns",
+        "four, by both",
+    ],
+)
+def test_a_restore_on_another_mesh_is_exact_and_reads_only_what_it_holds(saved, layout):
+    answers = run("restore", saved, **layout)
+    assert all(answer["is_right"] for answer in answers), answers
+    for answer in answers:
+        # The metadata, and where an array is cut across its chunks the ends of chunks that lie in both halves.
+        assert answer["read"] <= 1.1 * answer["distinct"] + 2 * MIB, answers
+        assert answer["peak"] <= answer["held"] + SPARE, answers
