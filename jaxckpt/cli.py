@@ -1,8 +1,51 @@
-"""`python -m jaxckpt …`: the commands beside training."""
+"""`python -m jaxckpt …`: the commands beside training. None of them touches an accelerator.
+
+Exit codes: 0 done, good, equal; 1 damaged (`verify`) or different (`diff`); 2 it could not be done, and why.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+from jaxckpt.errors import JaxckptError, SnapshotError
+
+if TYPE_CHECKING:
+    from etils import epath
+
+    from jaxckpt.observe.progress import BytesProgress
+    from jaxckpt.snapshot.locate import Located
+
+
+class _Commands(TyperGroup):
+    """Prints what went wrong without a traceback, and exits with 2: 1 says damaged or different."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # the reader of our output has left; click ends quietly
+        except (JaxckptError, OSError) as e:
+            typer.echo(str(e) if isinstance(e, JaxckptError) else f"{type(e).__name__}: {e}", err=True)
+            raise typer.Exit(2) from None
+        except typer.Abort:  # the answer was no, or nobody is there to answer
+            typer.echo("nothing was done", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+_WHERE = "a run directory, its snapshots, or a step's directory; local or gs://"
+Run = Annotated[str, typer.Argument(metavar="PATH", help=_WHERE)]
+Path = Annotated[str, typer.Argument(metavar="PATH[@STEP|@PIN]", help=f"{_WHERE}; the newest step without @")]
+Step = Annotated[int | None, typer.Option("--step", help="the step, instead of @STEP")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON value on stdout")]
 
 
 @app.callback()
@@ -16,3 +59,217 @@ def config() -> None:
     from jaxckpt.config import describe, format_table
 
     typer.echo(format_table(describe()))
+
+
+@app.command()
+def ls(path: Run, as_json: Json = False) -> None:
+    """Lists the snapshots of a run: step, time, size, pins, metrics; also damaged and superseded ones."""
+    from jaxckpt.observe import snapshot_text
+    from jaxckpt.snapshot.inspect import list_steps
+
+    rows = list_steps(_root(path))
+    if as_json:
+        _echo_json(rows)
+    else:
+        typer.echo(snapshot_text.of_steps(rows))
+
+
+@app.command()
+def inspect(path: Path, step: Step = None, as_json: Json = False) -> None:
+    """Shows what a snapshot holds: sizes, leaves, shardings, tiers, configuration, versions, mesh, data position."""
+    from jaxckpt.observe import snapshot_text
+    from jaxckpt.snapshot.inspect import inspect as inspect_step
+
+    found = inspect_step(*_locate(path, step))
+    if as_json:
+        _echo_json(found)
+    else:
+        typer.echo(snapshot_text.of_step(found))
+
+
+@app.command()
+def verify(
+    path: Path,
+    step: Step = None,
+    every: Annotated[bool, typer.Option("--all", help="all steps of the run")] = False,
+    as_json: Json = False,
+) -> None:
+    """Checks a snapshot, bit for bit, against what was saved. Exit code 0: good, 1: damaged. A run may be writing."""
+    from jaxckpt.snapshot import steps
+    from jaxckpt.snapshot.verify import array_bytes
+    from jaxckpt.snapshot.verify import verify as verify_step
+
+    if every and (step is not None or "@" in path.rpartition("/")[2]):
+        raise SnapshotError("--all checks every step; give a run directory without a step.")
+    if every:
+        root = _root(path)
+        todo = steps.committed_steps(root)
+    else:
+        root, number = _locate(path, step)
+        todo = [number]
+    if not todo:
+        raise SnapshotError(f"no snapshot found in {root}. Give a run directory that has been saved to.")
+    results: dict[int, list[str]] = {}
+    for number in todo:
+        try:
+            with _progress(f"step {number}", array_bytes(root, number)) as progress:
+                results[number] = verify_step(root, number, on_bytes=progress.add)
+        except SnapshotError:
+            if not every or number in steps.committed_steps(root):
+                raise
+            continue  # the run has deleted it, as it does with old ones
+        if not as_json:
+            problems = results[number]
+            typer.echo(
+                f"{steps.step_path(root, number)}: " + (f"damaged, {len(problems)} found" if problems else "good")
+            )
+            for problem in problems:
+                typer.echo(f"  {problem}")
+    if as_json:
+        _echo_json([{"step": n, "is_good": not problems, "problems": problems} for n, problems in results.items()])
+    if any(results.values()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    a: Path,
+    b: Path,
+    quick: Annotated[bool, typer.Option("--quick", help="believe the saved fingerprints where they are equal")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compares two snapshots, every bit: configuration, data position, structure, leaves. Exit code 0: equal, 1: different.
+
+    What cannot change the state (run_dir, versions, mesh, devices, how often is saved) is shown and does not count.
+    """
+    from jaxckpt.observe import snapshot_text
+    from jaxckpt.snapshot.diff import diff as compare
+    from jaxckpt.snapshot.verify import array_bytes
+
+    one, other = _locate(a), _locate(b)
+    with _progress("compare", array_bytes(*one)) as progress:
+        found = compare(one, other, quick=quick, on_bytes=progress.add)
+    if as_json:
+        from dataclasses import asdict
+
+        _echo_json({"is_equal": found.is_equal, **asdict(found)})
+    else:
+        typer.echo(snapshot_text.of_difference(found))
+    if not found.is_equal:
+        raise typer.Exit(1)
+
+
+@app.command()
+def pin(
+    path: Path,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="of letters, digits, '.', '_' and '-'")],
+    step: Step = None,
+    remove: Annotated[
+        bool, typer.Option("--remove", help="remove the pin NAME; its step stays until a run deletes it")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Keeps a step for good, under a name. A run that is training goes on."""
+    from jaxckpt.snapshot import steps
+
+    if remove:
+        root, number = _root(path), None
+        steps.unpin(root, name)
+    else:
+        root, number = _locate(path, step)
+        steps.pin(root, number, name)
+        if number not in steps.committed_steps(root):  # a run deleted it between our look and the pin
+            steps.unpin(root, name)
+            raise SnapshotError(f"{root}: step {number} was deleted while it was pinned; pin another one.")
+    if as_json:
+        _echo_json({"pins": steps.pins(root)})
+    else:
+        typer.echo(f"the pin {name} is removed" if remove else f"step {number} is pinned as {name}")
+
+
+@app.command()
+def rm(
+    path: Path,
+    step: Step = None,
+    force: Annotated[bool, typer.Option("--force", help="also the newest step, from which a run would go on")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    as_json: Json = False,
+) -> None:
+    """Deletes a step. Not one that is pinned, and not while a run is training in this directory."""
+    from jaxckpt.snapshot import steps
+    from jaxckpt.snapshot.lock import RunLock
+
+    root, number = _locate(path, step)
+    # Only a directory of this name is ever a run's.
+    lock = RunLock(root.parent, say=lambda text: typer.echo(text, err=True)) if root.name == "snapshots" else None
+    try:
+        if pins := [name for name, pinned in steps.pins(root).items() if pinned == number]:
+            raise SnapshotError(
+                f"{root}: step {number} is pinned as {', '.join(pins)}. Remove the pin first: python -m jaxckpt pin --remove"
+            )
+        if number == steps.committed_steps(root)[-1] and not force:
+            raise SnapshotError(
+                f"{root}: step {number} is the newest, from which a run would go on. Give --force to delete it, or the step "
+                "that you mean: --step N"
+            )
+        if not yes:
+            typer.confirm(f"Delete step {number} of {root}?", abort=True, err=True)
+        steps.delete(root, number)
+    finally:
+        if lock is not None:
+            lock.release()
+    if as_json:
+        _echo_json({"deleted": number, "steps": steps.committed_steps(root)})
+    else:
+        typer.echo(f"step {number} is deleted")
+
+
+# ------------------------------------------------------------------------------------------------ what is meant
+
+
+def _root(path: str) -> "epath.Path":
+    """The directory of snapshots of a run. Raises SnapshotError where it does not exist."""
+    from jaxckpt.snapshot import locate, paths
+
+    directory = paths.resolve(path)
+    is_step = re.fullmatch(r"step_\d{10}", directory.name)
+    root = directory.parent if is_step else locate.snapshots_of(directory)
+    if not root.is_dir():
+        raise SnapshotError(f"{root} does not exist. Give a run directory that has been saved to.")
+    return root
+
+
+def _locate(path: str, step: int | None = None) -> "Located":
+    from jaxckpt.snapshot.locate import locate, split_name
+
+    if step is None:
+        return locate(path)
+    if split_name(path)[1] is not None:
+        raise SnapshotError(f"{path} and --step {step}: give one of the two.")
+    found = locate(f"{path}@{step}")
+    if found.step != step:
+        raise SnapshotError(
+            f"{path} is the directory of step {found.step}, and --step asks for {step}: give one of the two."
+        )
+    return found
+
+
+def _echo_json(value: Any) -> None:
+    typer.echo(json.dumps(_finite(value), indent=2, allow_nan=False, default=str))
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinities and no NaNs: they become texts."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _progress(what: str, total: int) -> "BytesProgress":
+    from rich.console import Console
+
+    from jaxckpt.observe.progress import BytesProgress
+
+    return BytesProgress(Console(stderr=True), what, total=total)

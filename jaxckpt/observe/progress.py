@@ -1,10 +1,19 @@
 """A progress bar on a terminal, plain lines elsewhere."""
 
+import threading
 import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 PLAIN_INTERVAL_S = 5.0
 
@@ -49,3 +58,46 @@ class TrainingProgress:
         if is_due and (self._bar is None or eval_loss is not None):
             self._last_line = now
             self._console.print(f"step {step}/{self._total}  {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+class BytesProgress:
+    """Shows how many of `total` bytes are done; use as a context manager."""
+
+    def __init__(self, console: Console, what: str, *, total: int, plain_interval_s: float = PLAIN_INTERVAL_S) -> None:
+        self._console, self._what, self._total, self._interval_s = console, what, total, plain_interval_s
+        self._done = 0
+        self._guard = threading.Lock()
+        self._last_line = time.monotonic()
+        self._bar: Progress | None = None
+        self._task = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                TransferSpeedColumn(),
+            )
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> "BytesProgress":
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def add(self, num_bytes: int) -> None:
+        """Called from any thread."""
+        with self._guard:
+            self._done += num_bytes
+            if self._bar and self._task is not None:
+                self._bar.update(self._task, completed=self._done)
+            elif time.monotonic() - self._last_line >= self._interval_s:
+                self._last_line = time.monotonic()
+                done, total = self._done / 2**20, self._total / 2**20
+                self._console.print(f"{self._what}: {done:.0f} of {total:.0f} MiB", highlight=False, soft_wrap=True)

@@ -32,7 +32,9 @@ def list_steps(root: epath.Path) -> list[dict[str, Any]]:
     """What there is, oldest first: step, name, status, committed_at, bytes, pins and metrics of every committed step, then
     the damaged and superseded ones that were set aside. What cannot be told is None."""
     pins = steps.pins(root)
-    rows = [_row(root, step, sorted(name for name, s in pins.items() if s == step)) for step in _steps(root)]
+    rows = [
+        _row(root, step, sorted(name for name, s in pins.items() if s == step)) for step in steps.committed_steps(root)
+    ]
     for name in sorted(path.name for path in root.iterdir()):
         prefix = next((p for p in _ASIDE if name.startswith(f"{p}step_")), None)
         if prefix and not name.endswith(".ok"):
@@ -83,12 +85,6 @@ def stored_shape(leaf: Leaf, nbytes: int) -> tuple[int, ...]:
     if (expected := math.prod(shape) * leaf_dtype(leaf).itemsize) != nbytes:
         raise DamagedSnapshot(f"{nbytes} bytes are stored, {leaf['dtype']}{list(leaf['shape'])} takes {expected}")
     return shape
-
-
-def _steps(root: epath.Path) -> list[int]:
-    if not root.is_dir():
-        raise SnapshotError(f"{root} does not exist. Give a run directory that has been saved to.")
-    return steps.committed_steps(root)
 
 
 def _row(root: epath.Path, step: int, pins: list[str]) -> dict[str, Any]:

@@ -26,6 +26,10 @@ def locate(text: str | os.PathLike[str]) -> Located:
     place, name = split_name(str(text))
     directory = paths.resolve(place)
     if match := _STEP_DIRECTORY.match(directory.name):
+        if name is not None and name != str(int(match[1])):
+            raise SnapshotError(
+                f"{text}: {directory} is the directory of one step; give it, or the run's with @{name}."
+            )
         return _checked(directory.parent, int(match[1]), text)
     root = snapshots_of(directory)
     if name is None:

@@ -38,8 +38,8 @@ def verify(root: epath.Path, step: int, *, on_bytes: OnBytes = lambda n: None, t
     pool = ThreadPoolExecutor(threads or _threads(root), thread_name_prefix="verify")
     try:
         problems = _problems(pool, root, step, on_bytes)
-    except DamagedSnapshot as e:
-        problems = [str(e)]
+    except (DamagedSnapshot, OSError) as e:
+        problems = [_text(e)]
     finally:
         pool.shutdown(cancel_futures=True)
     if problems and step not in steps.committed_steps(root):
