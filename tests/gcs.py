@@ -60,6 +60,8 @@ class Server:
         self._faults: list[Fault] = []
         self._guard = threading.Lock()
         self.requests: list[str] = []
+        self.page_size: int | None = None
+        """how many names a page of a listing holds; None: the server's own choice"""
         self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), _Proxy)
         self._proxy.daemon_threads = True
         self._proxy.server = self  # type: ignore[attr-defined]
@@ -101,6 +103,7 @@ class Server:
 
     def clear(self) -> None:
         """Ends all faults, and lets the silent requests go."""
+        self.page_size = None
         with self._guard:
             for fault in self._faults:
                 fault.lifted.set()
@@ -154,6 +157,8 @@ class _Proxy(BaseHTTPRequestHandler):
     def _forward(self) -> None:
         server: Server = self.server.server  # type: ignore[attr-defined]
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        is_listing = self.command == "GET" and "/o?" in self.path
+        path = self.path + (f"&maxResults={server.page_size}" if is_listing and server.page_size else "")
         is_upload = "uploadType=multipart" in self.path
         text = f"{self.command} {unquote(self.path)} " + (body[:1000].decode(errors="replace") if is_upload else "")
         fault = server.fault_for(text)
@@ -169,7 +174,7 @@ class _Proxy(BaseHTTPRequestHandler):
         else:
             backend = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
             with contextlib.closing(backend):
-                backend.request(self.command, self.path, body, dict(self.headers))
+                backend.request(self.command, path, body, dict(self.headers))
                 answer = backend.getresponse()
                 content = answer.read()
             if action == "lose the answer":
