@@ -197,7 +197,7 @@ def _add(into: LeafDifference, x: np.ndarray, y: np.ndarray, starts: tuple[int, 
     if into.first is None:
         at = np.unravel_index(int(np.argmax(differs)), x.shape)
         into.first = [s + int(i) for s, i in zip(starts, at, strict=True)]
-    x, y = (_wide(v[differs]) for v in (x, y))
+    x, y = (_wide(v.reshape(-1)[differs]) for v in (x, y))
     is_nan = np.isnan(x) | np.isnan(y)
     into.nans += int(np.count_nonzero(is_nan))
     x, y = x[~is_nan], y[~is_nan]
@@ -210,8 +210,8 @@ def _add(into: LeafDifference, x: np.ndarray, y: np.ndarray, starts: tuple[int, 
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    """One value an element, which are equal exactly where all bits are."""
-    x = np.ascontiguousarray(x)
+    """One value an element in C order, which are equal exactly where all bits are."""
+    x = np.ascontiguousarray(x).reshape(-1)
     if x.dtype.itemsize > 8:
         return x.view("V16")
     small = re.match(r"(?:u?int|float)(\d)(?:_|$)", x.dtype.name)  # int4 and the like lie in the low bits of a byte
