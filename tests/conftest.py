@@ -5,6 +5,7 @@ import shutil
 import tempfile
 
 import jax
+import pytest
 from gcs import gcs, gcs_server  # noqa: F401 (fixtures)
 
 from jaxckpt.distributed.start import use_cpu_devices
@@ -19,3 +20,7 @@ jax.config.update("jax_compilation_cache_dir", _compiled)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=6, help="how often tests/chaos kills its run")

@@ -22,6 +22,12 @@ from jaxckpt.snapshot.verify import verify
 from jaxckpt.state.plan import make_plan, shardings
 from jaxckpt.state.train_state import TrainState
 
+# Orbax leaves the other reads of a load that fails behind.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+]
+
 FLIPS = 200
 STEP = 3
 

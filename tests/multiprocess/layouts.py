@@ -4,6 +4,7 @@ python layouts.py save|restore RUN_DIR PROCESSES NUMBER PORT DEVICES AXES SPEC K
 AXES: {"data": 2, "fsdp": 4}; SPEC: partition spec of the matrix, such as ["fsdp", null]; KIND: its memory kind.
 """
 
+# ruff: noqa: E402 (the processes must have joined before anything asks JAX for devices)
 import json
 import os
 import resource

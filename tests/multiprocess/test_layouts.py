@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
+from groups import free_port, kill
 from runs import ROOT, finish, start
-from test_two_processes import free_port, kill
 
 WORKER = str(Path(__file__).parent / "layouts.py")
 MIB = 1 << 20
