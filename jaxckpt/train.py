@@ -73,6 +73,12 @@ def _command(stop: StopRequest) -> Any:
 
 def train(config: "RunConfig", *, allow_changed: list[str] | tuple[str, ...], stop: StopRequest) -> int:
     """Runs `config` to its end or to a stop request; the exit code."""
+    # One of several processes goes on until all can agree to stop, in `open` or after a step.
+    is_alone = (config.distributed.num_processes or 1) == 1
+    unopened = f"{config.run_dir}: stopped before the run was opened; what was saved before is untouched"
+    if stop and is_alone:
+        print(unopened, flush=True)
+        return STOPPED
     # Importing and tracing make millions of objects that stay. Looking for garbage among them costs 0.4 s of a restart.
     gc.disable()
     # Imported here, so that a bad configuration is refused before JAX costs its seconds.
@@ -90,7 +96,6 @@ def train(config: "RunConfig", *, allow_changed: list[str] | tuple[str, ...], st
     phases.seconds["imports"] = process_age_s()  # the interpreter's own start and the first imports count too
 
     is_primary = config.distributed.process_id in (None, 0)
-    is_alone = (config.distributed.num_processes or 1) == 1
     logging.basicConfig(
         level=logging.INFO if is_primary else logging.WARNING, format="%(message)s", stream=sys.stderr, force=True
     )
@@ -99,8 +104,8 @@ def train(config: "RunConfig", *, allow_changed: list[str] | tuple[str, ...], st
     console = Console(quiet=not is_primary)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
-    if stop and is_alone:  # one of many goes on until all can agree to stop, in `open` or after a step
-        say(f"{config.run_dir}: stopped before the run was opened; what was saved before is untouched")
+    if stop and is_alone:
+        say(unopened)
         return STOPPED
     with build(config, allow_changed=allow_changed, phases=phases) as run:
         if watching := watch.current():

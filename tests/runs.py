@@ -1,5 +1,6 @@
 """Starting, killing and comparing real runs of `python -m jaxckpt.train`."""
 
+import json
 import os
 import shutil
 import signal
@@ -109,13 +110,25 @@ def numbers(run_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def final_leaves(run_dir: Path) -> dict[str, np.ndarray]:
-    """Every leaf of the newest snapshot, read by plain Orbax onto one device."""
+    """Every leaf of the newest snapshot, read by plain Orbax onto one device; the packed ones are cut out here."""
     newest = step_path(run_dir / "snapshots", committed_steps(run_dir / "snapshots")[-1])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     table = orbax_io.read_json(newest, "meta")["leaves"]
-    target = {p: jax.ShapeDtypeStruct(x["shape"], np.dtype(x["dtype"]), sharding=here) for p, x in table.items()}
-    state = ocp.load_checkpointables(newest, {"state": tree.nest(target)})["state"]
-    return {path: np.asarray(x) for path, x in tree.flatten(state).items()}
+    packed = json.loads((newest / "manifest.json").read_text())["packed"]
+    target = {p: (x["shape"], np.dtype(x["dtype"])) for p, x in table.items() if p not in packed}
+    if packed:
+        target["packed"] = (
+            json.loads((newest / "state" / "packed" / "zarr.json").read_text())["shape"],
+            np.dtype("uint8"),
+        )
+    structs = {p: jax.ShapeDtypeStruct(shape, dtype, sharding=here) for p, (shape, dtype) in target.items()}
+    state = ocp.load_checkpointables(str(newest), {"state": tree.nest(structs)})["state"]
+    leaves = {path: np.asarray(x) for path, x in tree.flatten(state).items()}
+    words = leaves.pop("packed").tobytes() if packed else b""
+    for path, (offset, nbytes) in packed.items():
+        leaf = np.frombuffer(words[offset : offset + nbytes], np.dtype(table[path]["dtype"]))
+        leaves[path] = leaf.reshape(table[path]["shape"])
+    return leaves
 
 
 def assert_same_run(one: Path, other: Path) -> None:

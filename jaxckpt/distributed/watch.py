@@ -140,7 +140,7 @@ class Watch:
         """Ends the watching once nobody has a run open any more; another's failure until then still ends this process."""
         self._closed_at = time.monotonic()
         self.close()
-        if not self._wait(self._are_all_closed, timeout_s) and self._failure is None:
+        if not self._wait(self._are_all_closed, timeout_s, is_urgent=False) and self._failure is None:
             self.fail(f"has waited {timeout_s:g} s for the others, which are not done, and leaves")
         # Twice: the exchange under way may have begun before the others were seen to be done.
         told = self._exchanges + 2
@@ -206,11 +206,12 @@ class Watch:
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, *, is_urgent: bool = True) -> bool:
         deadline = time.monotonic() + timeout_s
         while not condition() and time.monotonic() < deadline:
             with self._changed:
-                self._changed.notify_all()  # the talking thread need not sleep out its interval
+                if is_urgent:
+                    self._changed.notify_all()  # the talking thread need not sleep out its interval
                 self._changed.wait(0.05)
         return condition()
 
@@ -287,7 +288,8 @@ class Watch:
                 self._changed.notify_all()
 
     def _end(self, what: str) -> None:
-        _say(f"{what}\n{self._saved()} Start the same command again on all processes to continue from there.")
+        _say(what)  # at once: what is saved may be hard to find out
+        _say(f"{self._saved()} Start the same command again on all processes to continue from there.")
         if self._process == 0:
             self._wait(self._have_all_read_from_here, _READING_S)
         self._is_ending = True
