@@ -94,9 +94,14 @@ def _prepare_gcs() -> None:
 
     if hasattr(gpath._is_tf_installed, "cache_clear"):
         gpath._is_tf_installed.cache_clear()  # it may have been asked before EPATH_USE_TF was set
-    # It prints a traceback for every error that it also raises.
-    if not (gcsfs_log := logging.getLogger("gcsfs")).handlers:
-        gcsfs_log.addHandler(logging.NullHandler())
+    # They tell of every file that is read, and print a traceback for every error that they also raise.
+    for name, level in {
+        "fsspec": logging.WARNING,
+        "gcsfs": logging.CRITICAL,
+        "gcsfs.credentials": logging.WARNING,
+    }.items():
+        if (logger := logging.getLogger(name)).level == logging.NOTSET:
+            logger.setLevel(level)
     import aiohttp
     import fsspec.config
 
