@@ -6,7 +6,6 @@ The two may be sharded, chunked and packed differently. Memory is a few MiB a th
 import contextlib
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,11 +16,11 @@ import numpy as np
 from jaxckpt.errors import DamagedSnapshot
 from jaxckpt.snapshot import shards, steps
 from jaxckpt.snapshot.inspect import Leaf, leaf_dtype, read_data, read_meta, stored_shape
-from jaxckpt.snapshot.leaves import array_directory
 from jaxckpt.snapshot.locate import Located
 from jaxckpt.snapshot.manifest import read_manifest
-from jaxckpt.snapshot.packing import NAME as PACKED
+from jaxckpt.snapshot.shards import PACKED, array_directory
 from jaxckpt.snapshot.walk import Walk
+from jaxckpt.state.np_fingerprint import bits_of
 
 # The parts of a config that decide what is trained; the others say how long, where and on what.
 _TRAINS = ("model", "data", "optimizer", "seed")
@@ -214,9 +213,8 @@ def _bits(x: np.ndarray) -> np.ndarray:
     x = np.ascontiguousarray(x).reshape(-1)
     if x.dtype.itemsize > 8:
         return x.view("V16")
-    small = re.match(r"(?:u?int|float)(\d)(?:_|$)", x.dtype.name)  # int4 and the like lie in the low bits of a byte
     bits = x.view(f"u{x.dtype.itemsize}")
-    return bits & ((1 << int(small[1])) - 1) if small else bits
+    return bits & ((1 << n) - 1) if (n := bits_of(x.dtype)) < 8 else bits  # an int4 lies in the low bits of a byte
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt.errors import SnapshotError
+from jaxckpt.snapshot.shards import array_directory as array_directory
 from jaxckpt.state import tree
 from jaxckpt.state.train_state import TrainState, narrow
 
@@ -60,11 +61,6 @@ def words(leaves: dict[str, Any]) -> dict[str, Any]:
 def from_words(arrays: dict[str, jax.Array], target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The inverse of `words`, for the leaves that are keys in `target`."""
     return {path: _as_key(x, target[path]) if _is_key(target[path]) else x for path, x in arrays.items()}
-
-
-def array_directory(path: str) -> str:
-    """Where Orbax puts the array of a leaf, below `state`: keys hold no dots, see `tree.flatten`."""
-    return path.replace("/", ".")
 
 
 def num_bytes(x: Any) -> int:

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxckpt.snapshot import shards
 from jaxckpt.snapshot.leaves import num_bytes
 
-NAME = "packed"
+NAME = shards.PACKED
 SMALL_BYTES = 256 << 10
 _ALIGNMENT = 64
 

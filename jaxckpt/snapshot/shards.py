@@ -21,6 +21,8 @@ from jaxckpt.errors import DamagedSnapshot, SnapshotError
 
 BLOCK_BYTES = 4 << 20
 """of what is read and yielded at a time"""
+PACKED = "packed"
+"""the name of the array that holds all small leaves of a snapshot"""
 _ABSENT = (1 << 64) - 1
 CRC_BYTES = 4
 
@@ -64,6 +66,11 @@ class Chunk:
     """first byte in the file"""
     nbytes: int
     """of the elements and the checksum"""
+
+
+def array_directory(path: str) -> str:
+    """Where Orbax puts the array of a leaf, below `state`: keys hold no dots, see `tree.flatten`."""
+    return path.replace("/", ".")
 
 
 def dtype_of(name: str) -> np.dtype:

@@ -18,12 +18,10 @@ from etils import epath
 from jaxckpt.errors import DamagedSnapshot, SnapshotError
 from jaxckpt.snapshot import shards, steps
 from jaxckpt.snapshot.inspect import Leaf, leaf_dtype, stored_shape
-from jaxckpt.snapshot.leaves import array_directory
 from jaxckpt.snapshot.manifest import FORMAT, check_files, read_manifest
-from jaxckpt.snapshot.packing import NAME as PACKED
 from jaxckpt.snapshot.paths import is_local
-from jaxckpt.snapshot.shards import StoredArray
-from jaxckpt.state.fingerprint import PartialFingerprint, np_fingerprint, to_hex
+from jaxckpt.snapshot.shards import PACKED, StoredArray, array_directory
+from jaxckpt.state.np_fingerprint import PartialFingerprint, np_fingerprint, to_hex
 
 OnBytes = Callable[[int], None]
 

@@ -12,20 +12,19 @@ confined to one word always changes both halves. It finds accidents, not adversa
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-# 8- and 16-bit arrays are packed into words where the last dimension is a multiple of this, so that a shard
-# boundary never falls inside a word.
-PACK = 512
-# The numpy half works on this many words at a time: half as many cost a third more time, twice as many gain little.
-PIECE = 1 << 17
+from jaxckpt.state.np_fingerprint import PACK as PACK
+from jaxckpt.state.np_fingerprint import PartialFingerprint as PartialFingerprint
+from jaxckpt.state.np_fingerprint import bits_of, is_packed, salts
+from jaxckpt.state.np_fingerprint import np_fingerprint as np_fingerprint
+from jaxckpt.state.np_fingerprint import to_hex as to_hex
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
@@ -37,7 +36,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
     last = words.ndim - 1
     for d in range(words.ndim):
         index = lax.broadcasted_iota(jnp.uint32, words.shape, d)
-        salt1, salt2 = _salts(d)
+        salt1, salt2 = salts(d)
         k1 = k1 + _mix(index, salt1)
         k2 = k2 + ((_mix(index, salt2) & jnp.uint32(0xFFFFFFFE)) | jnp.uint32(d == last))
     x1 = words ^ k1
@@ -82,84 +81,6 @@ def combine(fingerprints: list[jax.Array]) -> jax.Array:
     return total
 
 
-def to_hex(fingerprint_value: Any) -> str:
-    """16 hexadecimal digits of a uint32[2]."""
-    a, b = (int(v) for v in np.asarray(fingerprint_value))
-    return f"{a:08x}{b:08x}"
-
-
-def np_fingerprint(
-    a: np.ndarray, starts: Sequence[int] | None = None, shape: Sequence[int] | None = None
-) -> np.ndarray:
-    """uint32[2], the same value without JAX, in a few MiB of temporaries.
-
-    With `starts` and `shape`, the share of the block `a` that begins at element `starts` of an array of `shape`: the
-    shares of all blocks of an array add up to its fingerprint (mod 2^32). Where 8- or 16-bit elements are packed, a
-    block must begin and end at a word along the last axis (ValueError otherwise; `PartialFingerprint` takes any block).
-    """
-    if a.ndim == 0:
-        a, starts, shape = a[None], None, None
-    starts = tuple(starts) if starts is not None else (0,) * a.ndim
-    per_word = _elements_per_word(tuple(shape) if shape is not None else a.shape, a.dtype)
-    if starts[-1] % per_word or a.shape[-1] % per_word:
-        raise ValueError(f"the block at {starts} of shape {a.shape} cuts words of {per_word} elements of {a.dtype}")
-    total = np.zeros(2, np.uint32)
-    for piece, first in _pieces(a, starts, per_word):
-        words = _np_words(piece, per_word > 1)
-        first = (*first[:-1], first[-1] // per_word, *(0,) * (words.ndim - piece.ndim))
-        total += _np_sums(words, first)
-    return total
-
-
-class PartialFingerprint:
-    """The fingerprint of an array of `shape`, added up from disjoint blocks in any order, also such as cut words."""
-
-    def __init__(self, shape: Sequence[int], dtype: Any) -> None:
-        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        self._sums = np.zeros(2, np.uint32)
-        self._per_word = _elements_per_word(self.shape, self.dtype)
-        # {index of a word along the last axis: the words there, put together from the blocks on its two sides}
-        self._cut: dict[int, np.ndarray] = {}
-
-    def add(self, block: np.ndarray, starts: Sequence[int]) -> None:
-        """Takes the block that begins at element `starts`."""
-        n = self._per_word
-        if n == 1:
-            self._sums += np_fingerprint(block, starts, self.shape)
-            return
-        *lead, first = starts
-        end = first + block.shape[-1]
-        inner, outer = -(-first // n) * n, end // n * n
-        if inner < outer:
-            whole = block[..., inner - first : outer - first]
-            self._sums += np_fingerprint(whole, (*lead, inner), self.shape)
-        for i in (*range(first, min(inner, end)), *range(max(outer, inner), end)):
-            self._add_column(block[..., i - first], lead, i)
-
-    def merge(self, other: "PartialFingerprint") -> None:
-        """Takes the blocks that `other` has taken."""
-        self._sums += other._sums
-        for word, bits in other._cut.items():
-            self._cut[word] = self._cut[word] | bits if word in self._cut else bits
-
-    def value(self) -> np.ndarray:
-        """uint32[2]; the array's fingerprint once all of its blocks are in."""
-        total = self._sums.copy()
-        for word, bits in self._cut.items():
-            total += _np_sums(bits[..., None], (*(0,) * bits.ndim, word))
-        return total
-
-    def _add_column(self, column: np.ndarray, lead: Sequence[int], i: int) -> None:
-        n = self._per_word
-        bits = _np_words(column[..., None], False)[..., 0] << np.uint32(i % n * (32 // n))
-        words = self._cut.setdefault(i // n, np.zeros(self.shape[:-1], np.uint32))
-        words[tuple(slice(s, s + k) for s, k in zip(lead, column.shape, strict=True))] |= bits
-
-
-def _salts(axis: int) -> tuple[int, int]:
-    return (0x9E3779B9 * (2 * axis + 1)) & 0xFFFFFFFF, (0x7F4A7C15 * (2 * axis + 2)) & 0xFFFFFFFF
-
-
 def _mix(x: jax.Array, salt: int) -> jax.Array:
     x = x + jnp.uint32(salt)
     x ^= x >> 16
@@ -167,16 +88,6 @@ def _mix(x: jax.Array, salt: int) -> jax.Array:
     x ^= x >> 13
     x *= jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
-
-
-def _is_packed(shape: tuple[int, ...], dtype: np.dtype, bits: int) -> bool:
-    return bits in (8, 16) and dtype != np.bool_ and bool(shape) and shape[-1] > 0 and shape[-1] % PACK == 0
-
-
-def _bits(dtype: Any) -> int:
-    if dtype == jnp.bool_:
-        return 8
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
 
 
 def _words(x: jax.Array) -> jax.Array:
@@ -190,10 +101,10 @@ def _words(x: jax.Array) -> jax.Array:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.stack([_words(lax.real(x)), _words(lax.imag(x))], -1)
-    bits = _bits(dtype)
+    bits = bits_of(dtype)
     if bits in (32, 64):
         return lax.bitcast_convert_type(x, jnp.uint32)
-    if _is_packed(x.shape, dtype, bits):
+    if is_packed(x.shape, dtype, bits):
         per_word = 32 // bits
         return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, per_word), jnp.uint32)
     if bits < 8:
@@ -201,99 +112,3 @@ def _words(x: jax.Array) -> jax.Array:
             x = lax.bitcast_convert_type(x, jnp.uint4)
         return x.astype(jnp.int32).astype(jnp.uint32) & jnp.uint32((1 << bits) - 1)
     return lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}[bits]).astype(jnp.uint32)
-
-
-def _np_words(a: np.ndarray, packed: bool) -> np.ndarray:
-    """The words of a block; `packed` says whether the array that it is cut from is packed."""
-    a = np.ascontiguousarray(a)
-    dtype = a.dtype
-    if dtype == np.bool_:
-        return a.astype(np.uint32)
-    if dtype.kind == "c":
-        words = a.view(np.uint32).reshape(*a.shape, 2, dtype.itemsize // 8)
-        return words[..., 0] if words.shape[-1] == 1 else np.swapaxes(words, -1, -2)
-    bits = _bits(dtype)
-    if bits == 32 or packed:
-        return a.view(np.uint32)
-    if bits == 64:
-        return a.view(np.uint32).reshape(*a.shape, 2)
-    if bits < 8:
-        return (a.view(np.uint8) & ((1 << bits) - 1)).astype(np.uint32)
-    return a.view({8: np.uint8, 16: np.uint16}[bits]).astype(np.uint32)
-
-
-def _elements_per_word(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return 1 if dtype.kind == "c" or not _is_packed(shape, dtype, _bits(dtype)) else 32 // _bits(dtype)
-
-
-def _pieces(a: np.ndarray, starts: tuple[int, ...], per_word: int) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """(block, starts) of whole words, at most about PIECE of them, that make up `a`."""
-    limit = PIECE * per_word * 4 // max(4, a.itemsize)
-    if a.size <= limit:
-        yield a, starts
-        return
-    d = next(d for d, n in enumerate(a.shape) if n > 1)
-    length = -(-a.shape[d] // min(-(-a.size // limit), a.shape[d]))
-    if d == a.ndim - 1:
-        length = -(-length // per_word) * per_word
-    for i in range(0, a.shape[d], length):
-        part = a[(slice(None),) * d + (slice(i, i + length),)]
-        yield from _pieces(part, (*starts[:d], starts[d] + i, *starts[d + 1 :]), per_word)
-
-
-def _np_sums(words: np.ndarray, starts: tuple[int, ...]) -> np.ndarray:
-    """uint32[2]: the sums over a block of words that begins at word `starts`."""
-    if words.size == 0:
-        return np.zeros(2, np.uint32)
-    last = words.ndim - 1
-    keys = [
-        (_short_np_keys if n <= 8192 else _np_keys)(d, start, n, d == last)
-        for d, (start, n) in enumerate(zip(starts, words.shape, strict=True))
-    ]
-    # The keys are sums over the axes: added up along the rows and along the columns of a table of two long sides.
-    columns = keys.pop()
-    while keys and columns.shape[1] < 64:
-        columns = _outer(keys.pop(), columns).reshape(2, -1)
-    rows = keys[0] if keys else np.zeros((2, 1), np.uint32)
-    for key in keys[1:]:
-        rows = _outer(rows, key).reshape(2, -1)
-    x, y = _outer(rows, columns)
-    x ^= words.reshape(x.shape)
-    scratch = x >> 16
-    x ^= scratch
-    x *= y
-    np.right_shift(x, 15, out=scratch)
-    x ^= scratch
-    first = np.add.reduce(x, axis=None, dtype=np.uint32)
-    x *= np.uint32(0x9E3779B1)
-    np.right_shift(x, 16, out=scratch)
-    x ^= scratch
-    return np.array([first, np.add.reduce(x, axis=None, dtype=np.uint32)], np.uint32)
-
-
-def _outer(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """uint32[2, n, m], the sums of uint32[2, n] and uint32[2, m]."""
-    if b.shape[1] >= 16 or a.shape[1] < 16:
-        return a[:, :, None] + b[:, None, :]
-    out = np.empty((2, a.shape[1], b.shape[1]), np.uint32)
-    for i in range(b.shape[1]):  # numpy is slow along short rows
-        np.add(a, b[:, i, None], out=out[:, :, i])
-    return out
-
-
-def _np_keys(axis: int, start: int, n: int, is_last: bool) -> np.ndarray:
-    """uint32[2, n]: k1 and k2 of the indices start .. start + n along an axis."""
-    index = np.arange(start, start + n, dtype=np.uint32)
-    x = index + np.array(_salts(axis), np.uint32)[:, None]
-    x ^= x >> 16
-    x *= np.uint32(0x85EBCA6B)
-    x ^= x >> 13
-    x *= np.uint32(0xC2B2AE35)
-    x ^= x >> 16
-    x[1] &= np.uint32(0xFFFFFFFE)
-    x[1] |= np.uint32(is_last)
-    return x
-
-
-# A thousand small leaves have few shapes. The result is shared: read only.
-_short_np_keys = functools.lru_cache(maxsize=64)(_np_keys)
