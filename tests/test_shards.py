@@ -125,12 +125,12 @@ def test_arrays_without_checksums_are_read_too(tmp_path):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_every_layout_of_every_dtype_has_the_fingerprint_of_the_whole(tmp_path, data):
-    chunk = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    chunk = [*chunk[:-1], data.draw(st.sampled_from([1, 3, 64, 129, PACK]))]
-    shard = [c * data.draw(st.integers(1, 3)) for c in chunk]
-    shape = [data.draw(st.integers(1, 2 * s)) for s in shard[:-1]] + [
-        data.draw(st.sampled_from([1, 7, PACK, 2 * PACK]))
-    ]
+    lead = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2)), max_size=2))
+    last = data.draw(st.sampled_from([(1, PACK), (3, 7), (64, PACK), (129, 2 * PACK), (PACK, 2 * PACK), (4, 1)]))
+    files = data.draw(st.integers(1, 3))  # along the last axis; a sync each makes many files slow
+    chunk = [*(c for c, _, _ in lead), last[0]]
+    shard = [*(c * k for c, k, _ in lead), last[0] * -(-last[1] // (last[0] * files))]
+    shape = [*(data.draw(st.integers(1, c * k * n)) for c, k, n in lead), last[1]]
     a = random_bits(tuple(shape), dtype_of(data.draw(st.sampled_from(NAMES))), seed=data.draw(st.integers(0, 99)))
     array = write(tmp_path / "a", a, shard, chunk)
     assert fingerprint_of(array) == to_hex(np_fingerprint(a))
