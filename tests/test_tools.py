@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from gcs import BUCKET
 from jax.sharding import PartitionSpec as P
 from tiny import mesh_of
 from typer.testing import CliRunner
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from jaxckpt.cli import app
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot, SnapshotError
+from jaxckpt.snapshot import gcs as objects
 from jaxckpt.snapshot import steps
 from jaxckpt.snapshot.diff import diff
 from jaxckpt.snapshot.leaves import leaf_table
@@ -462,6 +464,39 @@ def test_rm_does_not_disturb_a_run_that_trains(run):
     lock.release()
     tool("pin", run, "best", "--remove")
     tool("rm", f"{run}@10", "--yes")
+
+
+# ---------------------------------------------------------------------------------------------- gs://
+
+
+def test_every_command_works_on_gs(gcs, made):
+    run = f"gs://{BUCKET}/tools/run"
+    for step in (20, 30):
+        save(run, step, metrics={"loss": 1.0})
+    assert [(x["step"], x["status"]) for x in json_of("ls", run)] == [(20, "ok"), (30, "ok")]
+    assert json_of("inspect", f"{run}@20")["leaves"] == json_of("inspect", f"{made}@20")["leaves"]
+    assert [x["is_good"] for x in json_of("verify", run, "--all")] == [True, True]
+    assert json_of("diff", run, made)["is_equal"] and not json_of("diff", run, f"{made}@20", expect=1)["is_equal"]
+    json_of("pin", f"{run}@20", "best")
+    assert "pinned as best" in tool("rm", f"{run}@best", "--yes", expect=2)
+    json_of("pin", run, "best", "--remove")
+    assert json_of("rm", f"{run}@20", "--yes")["steps"] == [30]
+    assert not gcs.names("tools/run/snapshots/step_0000000020")
+
+
+def test_damage_on_gs_is_found_and_named(gcs):
+    run = f"gs://{BUCKET}/tools/damaged"
+    save(run, 30)
+    state = f"{run}/snapshots/step_0000000030/state"
+    assert json_of("verify", run)[0]["is_good"]
+    flipped = bytearray(objects.read(f"{state}/params.w/c/1/0"))
+    flipped[777] ^= 8
+    objects.write(f"{state}/params.w/c/1/0", bytes(flipped))
+    objects.delete(f"{state}/params.h/c/2/0")
+    (result,) = json_of("verify", run, expect=1)
+    assert any("leaf 'params/w': state/params.w/c/1/0: bytes 0-" in p for p in result["problems"]), result
+    assert any("state/params.h/c/2/0: missing" in p for p in result["problems"]), result
+    assert steps.quarantine(epath.Path(run) / "snapshots", 30) == json_of("ls", run)[0]["name"]
 
 
 # ---------------------------------------------------------------------------------------------- without devices
