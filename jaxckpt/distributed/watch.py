@@ -29,9 +29,9 @@ HEARTBEAT_TIMEOUT_S = 30.0
 _DIRECTORY = f"{PREFIX}/watch"
 _GRACE_S = 2.0
 """for this process's own error, often the same one, to come first: it says more than another's"""
-_LEAVING_S = 10.0
+_LEAVING_S = 15.0
 """in which a process that failed must end"""
-_READING_S = 5.0
+_READING_S = 8.0
 """in which the others must have read process 0's failure, before the store ends with it"""
 _ECHOES = ("gloo", "nccl", "connection", "peer", "socket", "coordination", "rendezvous")
 """words of the device runtime's errors that may come from another process's death"""
@@ -79,7 +79,7 @@ class Watch:
         self._outbox: dict[str, str] = {}
         self._heard: tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]] | None = None
         self._beats = self._exchanges = 0
-        self._is_ending = False
+        self._has_read = self._is_ending = False
         self._changed = threading.Condition()
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
@@ -190,7 +190,7 @@ class Watch:
     def _beat(self) -> dict[str, Any]:
         self._beats += 1
         state = ALL_CLOSED if self._process == 0 and self._are_all_closed() else self._state
-        return {**self._identity(), "count": self._beats, "state": state, "has_read": bool(self._noticed_at)}
+        return {**self._identity(), "count": self._beats, "state": state, "has_read": self._has_read}
 
     def _identity(self) -> dict[str, Any]:
         return {"host": socket.gethostname(), "pid": os.getpid(), "step": self.step}
@@ -216,12 +216,11 @@ class Watch:
         return condition()
 
     def _have_all_read(self) -> bool:
-        others = [self._peers.beats.get(i) for i in range(self._num_processes) if i != self._process]
-        ended = self._peers.failures
-        return all(
-            beat is None or beat["has_read"] or beat["state"] != OPEN or i in ended
-            for i, beat in enumerate(others, start=1)
-        )
+        beats = self._peers.beats
+        read = {
+            i for i, beat in beats.items() if beat["has_read"] or beat["state"] != OPEN
+        } | self._peers.failures.keys()
+        return len(read) >= self._num_processes - 1  # one that has not spoken yet has not read either
 
     def _are_all_closed(self) -> bool:
         if self._state == OPEN:
@@ -290,8 +289,13 @@ class Watch:
     def _end(self, what: str) -> None:
         _say(what)  # at once: what is saved may be hard to find out
         _say(f"{self._saved()} Start the same command again on all processes to continue from there.")
+        self._has_read = True
         if self._process == 0:
             self._wait(self._have_all_read_from_here, _READING_S)
+        elif self._peers.failures:
+            # Process 0 waits to hear this, so that the store does not end, and JAX with it, before this process does.
+            told = self._exchanges + 2
+            self._wait(lambda: self._exchanges >= told, 1.0)
         self._is_ending = True
         self._leave(1)
 

@@ -112,12 +112,31 @@ def test_process_0_stays_until_the_others_have_read_why_it_fails(capfd: pytest.C
     assert capfd.readouterr().err.count("failed: no room") == 2
 
 
+def test_process_0_waits_for_one_that_has_not_spoken_yet(capfd: pytest.CaptureFixture[str]) -> None:
+    shared, ended = Shared(), Ended()
+    first, late = (Watch(shared.of(i), i, 2, limit_s=LIMIT_S, leave=ended.leaver(i)) for i in range(2))
+    first.start()
+    first.open()
+    failing = threading.Thread(target=first.fail, args=("failed: no such file",))
+    failing.start()
+    time.sleep(1)
+    late.start()
+    late.open()
+    failing.join()
+    shared.cut |= {0, 1}
+    wait_for(lambda: ended == [1])
+    first.stop()
+    late.stop()
+    assert "failed: no such file" in capfd.readouterr().err
+
+
 def test_who_fails_too_is_not_ended_by_another(capfd: pytest.CaptureFixture[str]) -> None:
     shared, ended = Shared(), Ended()
     with watching(shared, ended) as watches:
         failing = [threading.Thread(target=watch.fail, args=("failed: the loss is not finite",)) for watch in watches]
         for thread in failing:
             thread.start()
+            time.sleep(LIMIT_S)
         for thread in failing:
             thread.join()
         time.sleep(3)  # longer than anybody is given for an error of his own
