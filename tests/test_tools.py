@@ -1,5 +1,6 @@
 """The commands beside training: what they say of real snapshots, how they refuse, and that no damage escapes them."""
 
+import io
 import json
 import os
 import re
@@ -16,12 +17,14 @@ import pytest
 from etils import epath
 from gcs import BUCKET
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 from tiny import mesh_of
 from typer.testing import CliRunner
 
 from jaxckpt.cli import app
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot, SnapshotError
+from jaxckpt.observe.progress import BytesProgress
 from jaxckpt.snapshot import gcs as objects
 from jaxckpt.snapshot import steps
 from jaxckpt.snapshot.diff import diff
@@ -532,6 +535,37 @@ except RuntimeError:
     env = {**os.environ, "JAX_PLATFORMS": "nowhere"}
     result = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 7, result.stdout + result.stderr
+
+
+def test_verify_and_diff_take_a_few_mebibytes_whatever_the_size_of_a_chunk(tmp_path):
+    w = np.random.default_rng(0).integers(0, 1 << 32, size=(24 << 10, 1 << 10), dtype=np.uint32).view(np.float32)
+    save(tmp_path / "a", 1, {"w": w, "mu": w}, axes={"fsdp": 1})  # two files of 96 MiB
+    save(tmp_path / "b", 1, {"w": w, "mu": w}, axes={"fsdp": 2})
+    script = f"""
+from jaxckpt.snapshot.diff import diff
+from jaxckpt.snapshot.locate import locate
+from jaxckpt.snapshot.verify import verify
+peak = lambda: int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1]) / 1024
+before = peak()
+assert verify(*locate({str(tmp_path / "a")!r}), threads=2) == []
+verified = peak()
+assert diff(locate({str(tmp_path / "a")!r}), locate({str(tmp_path / "b")!r}), threads=2).is_equal
+print(verified - before, peak() - verified)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    grown = [float(x) for x in result.stdout.split()]
+    # Blocks of 4 MiB, for verify with a fingerprint's temporaries, for diff of both sides; each for 2 threads.
+    assert len(grown) == 2 and grown[0] < 40 and grown[1] < 60, (grown, result.stderr)
+
+
+def test_progress_is_plain_lines_without_a_terminal_and_a_bar_on_one():
+    plain, bar = (Console(file=io.StringIO(), force_terminal=is_terminal, width=100) for is_terminal in (False, True))
+    for console in (plain, bar):
+        with BytesProgress(console, "step 3", total=4 << 20, plain_interval_s=0.0) as progress:
+            progress.add(1 << 20)
+            progress.add(2 << 20)
+    assert plain.file.getvalue() == "step 3: 1 of 4 MiB\nstep 3: 3 of 4 MiB\n"
+    assert "\x1b[" in bar.file.getvalue() and "of 4 MiB" not in bar.file.getvalue()
 
 
 def test_ls_and_inspect_do_not_even_import_jax(made):

@@ -70,7 +70,12 @@ class Difference:
 
 
 def diff(
-    a: Located, b: Located, *, quick: bool = False, on_bytes: Callable[[int], None] = lambda n: None
+    a: Located,
+    b: Located,
+    *,
+    quick: bool = False,
+    on_bytes: Callable[[int], None] = lambda n: None,
+    threads: int | None = None,
 ) -> Difference:
     """Compares every bit of two snapshots; with `quick`, leaves whose stored fingerprints are equal are not read.
 
@@ -82,7 +87,7 @@ def diff(
     common = _compare_structure(one, other, difference)
     one.read_packed()
     other.read_packed()
-    pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), thread_name_prefix="diff")
+    pool = ThreadPoolExecutor(threads or min(8, len(os.sched_getaffinity(0))), thread_name_prefix="diff")
     try:
         jobs = {path: pool.submit(_compare_leaf, one, other, path, quick, on_bytes) for path in common}
         for path, job in jobs.items():

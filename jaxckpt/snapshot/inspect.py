@@ -32,9 +32,11 @@ def list_steps(root: epath.Path) -> list[dict[str, Any]]:
     """What there is, oldest first: step, name, status, committed_at, bytes, pins and metrics of every committed step, then
     the damaged and superseded ones that were set aside. What cannot be told is None."""
     pins = steps.pins(root)
-    rows = [
-        _row(root, step, sorted(name for name, s in pins.items() if s == step)) for step in steps.committed_steps(root)
-    ]
+    rows = []
+    for step in steps.committed_steps(root):
+        row = _row(root, step, sorted(name for name, s in pins.items() if s == step))
+        if row["status"] == "ok" or step in steps.committed_steps(root):  # else a run has deleted it while we looked
+            rows.append(row)
     for name in sorted(path.name for path in root.iterdir()):
         prefix = next((p for p in _ASIDE if name.startswith(f"{p}step_")), None)
         if prefix and not name.endswith(".ok"):
