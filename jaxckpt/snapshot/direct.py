@@ -28,7 +28,7 @@ from crc32c import crc32c
 from jax.sharding import SingleDeviceSharding
 
 from jaxckpt.errors import DamagedSnapshot
-from jaxckpt.snapshot.direct_file import BLOCK_BYTES, Counters, File, Sink, Stream, Workers, allocate
+from jaxckpt.snapshot.direct_file import BLOCK_BYTES, Counters, File, Sink, Stream, Workers, allocate, sync
 
 CRC_BYTES = 4
 ROW_BYTES = 512  # copying shorter runs costs more than reading too much
@@ -165,7 +165,7 @@ def codecs(chunk: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def write_shard(path: str, array: np.ndarray, layout: Layout, counters: Counters) -> None:
-    """Writes one shard's file; returns when it is on the disk. Raises OSError, with the path, where it cannot be."""
+    """Writes one shard's file, which `sync` makes last. Raises OSError, with the path, where it cannot be."""
     source = _as_bytes(array)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with File(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
@@ -188,39 +188,46 @@ def write_shard(path: str, array: np.ndarray, layout: Layout, counters: Counters
 
 
 def read_shard(
-    path: str, layout: Layout, shard: tuple[int, ...], box: Box, out: np.ndarray, counters: Counters
+    path: str, layout: Layout, shard: tuple[int, ...], targets: list[tuple[Box, np.ndarray]], counters: Counters
 ) -> None:
-    """Copies what the shard holds of `box`, a box of the whole array, into `out`, which is that box.
+    """Copies what the shard holds of each of the boxes (of the whole array) into the array beside it, which is that box.
 
-    Verifies the size of the file, the index, and every chunk that it reads: those that touch `box`. Raises
+    Verifies the size of the file, the index, and every chunk that it reads: those that touch a box, once. Raises
     DamagedSnapshot with the file and the byte range.
     """
     if not os.path.isfile(path):
         raise _damaged(path, 0, layout.file_bytes, "the file is missing")
-    target, wanted = _as_bytes(out), layout.chunk_bytes
-    corner = tuple(b.start for b in box)
+    wanted = layout.chunk_bytes
+    outs = [(box, _as_bytes(out)) for box, out in targets]
     with File(path, os.O_RDONLY) as file:
         needed = []
         for offset, place in zip(_read_index(file, layout, counters), _places(layout), strict=True):
-            origin = tuple(s * n + p * c for s, n, p, c in zip(shard, layout.shard, place, layout.chunk, strict=True))
-            if _overlap(tuple(slice(o, o + c) for o, c in zip(origin, layout.chunk, strict=True)), box) is not None:
+            grids = zip(shard, layout.shard, place, layout.chunk, strict=True)
+            origin = tuple(s * n + p * c for s, n, p, c in grids)
+            chunk = tuple(slice(o, o + c) for o, c in zip(origin, layout.chunk, strict=True))
+            if any(_overlap(chunk, box) is not None for box, _ in outs):
                 needed.append((offset, origin))
         for run in _runs(sorted(needed), wanted + CRC_BYTES):
             stream = Stream(file, run[0][0], run[-1][0] + wanted + CRC_BYTES, counters)
             for offset, origin in run:
                 crc = 0
                 for piece in _pieces(layout.chunk, layout.dtype.itemsize):
-                    shape = tuple(s.stop - s.start for s in piece)
+                    here = _shift(piece, origin)
+                    shape = tuple(s.stop - s.start for s in here)
                     data = stream.take(math.prod(shape) * layout.dtype.itemsize)
                     crc = crc32c(data.data, crc)
-                    here = _shift(piece, origin)
-                    if (part := _overlap(here, box)) is not None:
-                        start = tuple(-s.start for s in here)
-                        view = data.reshape(*shape, layout.dtype.itemsize)
-                        np.copyto(target[_shift(part, tuple(-c for c in corner))], view[_shift(part, start)])
+                    for box, out in outs:
+                        _copy_part(data.reshape(*shape, layout.dtype.itemsize), here, out, box)
                 if stream.take(CRC_BYTES).tobytes() != struct.pack("<I", crc):
                     raise _damaged(path, offset, offset + wanted + CRC_BYTES, "its crc32c does not match")
     counters.add(files_read=1)
+
+
+def _copy_part(source: np.ndarray, source_box: Box, target: np.ndarray, target_box: Box) -> None:
+    """Copies what two boxes of an array, each with its bytes, have in common."""
+    if (part := _overlap(source_box, target_box)) is not None:
+        to, of = (_shift(part, tuple(-s.start for s in box)) for box in (target_box, source_box))
+        np.copyto(target[to], source[of])
 
 
 async def write_array(
@@ -230,46 +237,76 @@ async def write_array(
     workers: Workers,
     reserve: Reserve,
     counters: Counters,
-) -> None:
-    """Writes whole shards of the array in the directory `root`, several at a time; its zarr.json is not written."""
+) -> list[str]:
+    """Writes whole shards of the array in the directory `root`, several at a time; the files, for `sync_files`.
 
-    async def write(box: Box, shard: np.ndarray) -> None:
-        place = tuple(b.start // n for b, n in zip(box, layout.shard, strict=True))
+    Its zarr.json is not written.
+    """
+
+    async def write(box: Box, shard: np.ndarray) -> str:
+        file = layout.file(root, tuple(b.start // n for b, n in zip(box, layout.shard, strict=True)))
         async with reserve(shard.nbytes):
-            await _on(pool, write_shard, layout.file(root, place), shard, layout, counters)
+            await _on(pool, write_shard, file, shard, layout, counters)
+        return file
 
     with workers.pool() as pool:
-        await _all(write(box, shard) for box, shard in parts)
+        return await _all(write(box, shard) for box, shard in parts)
+
+
+async def sync_files(files: list[str], workers: Workers) -> None:
+    """Returns when the files are on the disk."""
+    with workers.pool() as pool:
+        await _all(_on(pool, sync, file) for file in files)
 
 
 async def read_array(
-    root: str, layout: Layout, sharding: jax.sharding.Sharding, workers: Workers, reserve: Reserve, counters: Counters
+    root: str,
+    layout: Layout,
+    sharding: jax.sharding.Sharding,
+    workers: Workers,
+    reserve: Reserve,
+    counters: Counters,
+    most_bytes: float = math.inf,
 ) -> tuple[jax.Array, int]:
     """The array in the directory `root`, made straight in this sharding and memory kind, and its bytes in this process.
 
-    Reads only what this process's devices hold, once where several hold the same.
+    Reads only the chunks of which this process's devices hold something, and each once, unless that would take more than
+    `most_bytes` of memory at a time.
     """
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(layout.shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), layout.shape, strict=True))
         holders.setdefault(bounds, []).append(device)
+    parts = [(tuple(slice(*b) for b in bounds), devices) for bounds, devices in holders.items()]
 
-    async def read(bounds: tuple[tuple[int, int], ...], devices: list[Any]) -> list[jax.Array]:
-        box = tuple(slice(*b) for b in bounds)
-        shape = tuple(s.stop - s.start for s in box)
-        nbytes = math.prod(shape) * layout.dtype.itemsize
-        async with reserve(nbytes):
-            out = allocate(nbytes).view(layout.dtype).reshape(shape)
+    async def read(together: list[tuple[Box, list[Any]]]) -> list[jax.Array]:
+        async with reserve(sum(_nbytes(box, layout) for box, _ in together)):
+            outs = [(box, _empty(box, layout)) for box, _ in together]
+            places = sorted({place for box, _ in together for place in layout.shards_of(box)})
             await _all(
-                _on(pool, read_shard, layout.file(root, place), layout, place, box, out, counters)
-                for place in layout.shards_of(box)
+                _on(pool, read_shard, layout.file(root, place), layout, place, outs, counters) for place in places
             )
-            return await _on(pool, _put, out, devices, sharding.memory_kind)
+            placed = [
+                await _on(pool, _put, out, devices, sharding.memory_kind)
+                for (_, devices), (_, out) in zip(together, outs, strict=True)
+            ]
+            return [x for several in placed for x in several]
 
+    places = [place for box, _ in parts for place in layout.shards_of(box)]
+    share_files = len(set(places)) < len(places)
+    is_bearable = sum(_nbytes(box, layout) for box, _ in parts) < most_bytes
     with workers.pool() as pool:
-        held = await _all(read(bounds, devices) for bounds, devices in holders.items())
+        held = await _all(map(read, [parts] if share_files and is_bearable else [[part] for part in parts]))
     arrays = [x for several in held for x in several]
     return jax.make_array_from_single_device_arrays(layout.shape, sharding, arrays), sum(x.nbytes for x in arrays)
+
+
+def _nbytes(box: Box, layout: Layout) -> int:
+    return math.prod(s.stop - s.start for s in box) * layout.dtype.itemsize
+
+
+def _empty(box: Box, layout: Layout) -> np.ndarray:
+    return allocate(_nbytes(box, layout)).view(layout.dtype).reshape([s.stop - s.start for s in box])
 
 
 def _put(shard: np.ndarray, devices: list[Any], memory_kind: str | None) -> list[jax.Array]:
@@ -287,10 +324,13 @@ async def _all(waiting: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     tasks = [asyncio.ensure_future(one) for one in waiting]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except GeneratorExit:  # nobody waits for this any more, and the event loop is gone
+        raise
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def read_layout(root: str) -> Layout | None:

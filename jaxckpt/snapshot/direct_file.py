@@ -98,48 +98,41 @@ class File:
         return os.fstat(self._fd).st_size
 
     def write(self, data: memoryview, offset: int) -> None:
-        """All of `data`, whose address, size and offset are aligned."""
+        """All of `data`, whose address, size and offset are aligned. Goes on after a short write."""
         done = 0
         while done < len(data):
-            n = self._move(os.pwritev, data[done:], offset + done)
-            done = self._go_on(done, n, done + n == len(data), len(data))
+            done += self._move(os.pwritev, data[done:], offset + done)
 
     def read(self, into: memoryview, offset: int) -> int:
         """The number of bytes read: as many as `into` holds, fewer only at the end of the file."""
         done, there = 0, min(len(into), self.size - offset)
         while done < there:
-            n = self._move(os.preadv, into[done:], offset + done)
-            done = self._go_on(done, n, done + n >= there, there)
+            done += self._move(os.preadv, into[done:], offset + done)
         return done
 
-    def finish(self, size: int) -> None:
-        """Cuts the file to `size` and returns when its bytes are on the disk."""
+    def cut(self, size: int) -> None:
         try:
             os.ftruncate(self._fd, size)
-            getattr(os, "fdatasync", os.fsync)(self._fd)
         except OSError as e:
             raise OSError(e.errno, os.strerror(e.errno or 0), self.path) from e
 
-    def _go_on(self, done: int, n: int, is_all: bool, wanted: int) -> int:
-        """Where to go on after a call that moved `n` bytes: after a short one, behind its last whole block."""
-        after = done + (n if is_all else n // self.alignment * self.alignment)
-        if after == done:
-            raise OSError(errno.EIO, f"only {done + n} of {wanted} bytes could be moved", self.path)
-        return after
-
     def _move(self, call: Callable[[int, list[memoryview], int], int], data: memoryview, offset: int) -> int:
+        """The bytes that one call moved, at least one."""
         try:
             try:
-                return call(self._fd, [data], offset)
+                n = call(self._fd, [data], offset)
             except OSError as e:
                 flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
                 if e.errno != errno.EINVAL or not flags & _O_DIRECT:
                     raise
-                # It opened with O_DIRECT and yet cannot do it, or wants more alignment than it says.
+                # It opened with O_DIRECT and yet cannot do it, or a short call has ended between two blocks.
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
-                return call(self._fd, [data], offset)
+                n = call(self._fd, [data], offset)
         except OSError as e:
             raise OSError(e.errno, os.strerror(e.errno or 0), self.path) from e
+        if not n:
+            raise OSError(errno.EIO, f"none of {len(data)} bytes at {offset} could be moved", self.path)
+        return n
 
 
 class Sink:
@@ -172,14 +165,14 @@ class Sink:
             self.push(len(part))
 
     def finish(self) -> None:
-        """Returns when everything is on the disk, and the file ends with the last byte."""
+        """Writes what is left; the file then ends with the last byte. `sync` makes it last."""
         self._flush()
         size = self.offset
         if self._fill:
             padded = -(-self._fill // self._file.alignment) * self._file.alignment
             self._buffer[self._fill : padded] = 0
             self._file.write(self._buffer.data[:padded], self._written)
-        self._file.finish(size)
+        self._file.cut(size)
 
     def _flush(self) -> None:
         whole = self._fill // self._file.alignment * self._file.alignment
@@ -219,6 +212,17 @@ class Stream:
             raise OSError(errno.EIO, f"the file ends at {self._next}, not at {self._stop}", self._file.path)
         self._counters.add(bytes_read=n)
         self._next, self._end = self._next + n, self._end + n
+
+
+def sync(path: str) -> None:
+    """Returns when the file is on the disk. Many at once, after all are written, cost little more than one."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        getattr(os, "fdatasync", os.fsync)(fd)
+    except OSError as e:
+        raise OSError(e.errno, os.strerror(e.errno or 0), path) from e
+    finally:
+        os.close(fd)
 
 
 def dio_alignment(fd: int) -> int:

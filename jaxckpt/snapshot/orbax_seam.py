@@ -10,12 +10,15 @@ import functools
 import inspect
 import json
 import logging
+import math
 import os
+import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -63,6 +66,13 @@ def mover() -> "Mover":
     return Mover()
 
 
+@dataclass
+class _Batch:
+    unfinished: int = 0
+    files: list[str] = field(default_factory=list)
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Mover:
     """Moves the bytes of arrays in our own directories, and leaves all others to Orbax."""
 
@@ -70,6 +80,7 @@ class Mover:
         self.counters, self.workers = Counters(), Workers()
         self._writing: dict[str, str] = {}  # {parent of a directory that is being written: its path}
         self._reading: dict[str, Listener] = {}
+        self._batches: dict[asyncio.AbstractEventLoop, _Batch] = {}
         self._trusted: dict[int, bool] = {}  # {number of a file system: whether the self-test passed there}
         store_checked_chunks(self._is_ours)
         self._problem = _unknown_seam()
@@ -90,7 +101,7 @@ class Mover:
         """Looks after the arrays that are read from `directory` meanwhile, and tells `listener` of each."""
         root = os.fspath(directory)
         self._reading[root] = listener
-        self.is_trusted(root)
+        self.is_trusted(os.path.dirname(root))
         try:
             yield
         finally:
@@ -102,14 +113,14 @@ class Mover:
             return False
         try:
             device = os.stat(directory).st_dev
-        except OSError:
+        except OSError:  # not there yet
             return False
         if device not in self._trusted:
             self._trusted[device] = True  # the test itself goes this way
             try:
-                with tempfile.TemporaryDirectory(
-                    prefix="selftest", suffix=TMP_SUFFIX, dir=directory if os.access(directory, os.W_OK) else None
-                ) as scratch:
+                # The name of an unfinished step, which is swept away if this process is killed here.
+                where = directory if os.access(directory, os.W_OK) else None
+                with tempfile.TemporaryDirectory(prefix=f"step_9999999999{TMP_SUFFIX}-", dir=where) as scratch:
                     self._test(scratch)
             except Exception as e:
                 self._trusted[device] = False
@@ -132,15 +143,18 @@ class Mover:
         layout = None
         if parent is not None and transaction is None and rslices_on_host.is_on_host and self.is_trusted(parent):
             layout = direct.layout_of({**tensorstore_spec["metadata"], "data_type": tensorstore_spec["dtype"]})
-        if layout is None or tuple(rslices_on_host.local_shape) != layout.shard:
-            return await self._write(
-                rslices_on_host, tensorstore_spec, context=context, primary_host=primary_host,
-                transaction=transaction, byte_limiter=byte_limiter,
-            )  # fmt: skip
-        if primary_host is None or jax.process_index() == primary_host:
-            await ts.open(ts.Spec(tensorstore_spec), create=True, open=True, context=context)
-        parts = [(part.index, part.value) for part in rslices_on_host.to_fragments().fragments]
-        await direct.write_array(root, layout, parts, self.workers, _reserve(byte_limiter), self.counters)
+        async with self._batch() as batch:
+            if layout is None or tuple(rslices_on_host.local_shape) != layout.shard:
+                return await self._write(
+                    rslices_on_host, tensorstore_spec, context=context, primary_host=primary_host,
+                    transaction=transaction, byte_limiter=byte_limiter,
+                )  # fmt: skip
+            if primary_host is None or jax.process_index() == primary_host:
+                await ts.open(ts.Spec(tensorstore_spec), create=True, open=True, context=context)
+            parts = [(part.index, part.value) for part in rslices_on_host.to_fragments().fragments]
+            batch.files += await direct.write_array(
+                root, layout, parts, self.workers, _reserve(byte_limiter), self.counters
+            )
 
     async def deserialize(
         self,
@@ -160,22 +174,48 @@ class Mover:
         layout = None
         if listener is not None and isinstance(user_sharding, jax.sharding.Sharding) and self.is_trusted(root):
             layout = direct.read_layout(root)
-        if (
-            layout is None
-            or not user_sharding.addressable_devices
-            or (global_shape is not None and tuple(global_shape) != layout.shape)
-            or (dtype is not None and jnp.dtype(dtype) != layout.dtype)
-        ):
-            result = await self._read(
-                user_sharding, tensorstore_spec, global_shape, dtype, byte_limiter=byte_limiter, context=context,
-                assume_metadata=assume_metadata, strict=strict,
-            )  # fmt: skip
-        else:
-            reserve = _reserve(byte_limiter)
-            result = await direct.read_array(root, layout, user_sharding, self.workers, reserve, self.counters)
-        if listener is not None:
-            listener(os.path.basename(root), result[0])
+        async with self._batch():
+            if (
+                layout is None
+                or not user_sharding.addressable_devices
+                or (global_shape is not None and tuple(global_shape) != layout.shape)
+                or (dtype is not None and jnp.dtype(dtype) != layout.dtype)
+            ):
+                result = await self._read(
+                    user_sharding, tensorstore_spec, global_shape, dtype, byte_limiter=byte_limiter,
+                    context=context, assume_metadata=assume_metadata, strict=strict,
+                )  # fmt: skip
+            else:
+                most_bytes = getattr(byte_limiter, "max_bytes", math.inf)
+                result = await direct.read_array(
+                    root, layout, user_sharding, self.workers, _reserve(byte_limiter), self.counters, most_bytes
+                )
+            if listener is not None:
+                listener(os.path.basename(root), result[0])
         return result
+
+    @asynccontextmanager
+    async def _batch(self) -> AsyncIterator["_Batch"]:
+        """What is moved at the same time. The last one to leave waits until the files of all are on the disk.
+
+        An error leaves it only when all are done: Orbax closes the event loop at the first error, and would leave the
+        others hanging in it.
+        """
+        loop = asyncio.get_running_loop()
+        batch = self._batches.setdefault(loop, _Batch())
+        batch.unfinished += 1
+        await asyncio.sleep(0)  # the others come in
+        try:
+            yield batch
+            if batch.unfinished == 1:
+                await direct.sync_files(batch.files, self.workers)
+        finally:
+            batch.unfinished -= 1
+            if not batch.unfinished:
+                self._batches.pop(loop, None)
+                batch.is_over.set()
+            if isinstance(sys.exception(), Exception):
+                await batch.is_over.wait()
 
     def _is_ours(self, directory: str) -> bool:
         return any(_lies_in(directory, ours) for ours in self._writing.values())
@@ -233,7 +273,7 @@ def store_checked_chunks(is_ours: Callable[[str], bool]) -> None:
 
         def build_checked(info: Any, *args: Any, **kwargs: Any) -> Any:
             spec = build(info, *args, **kwargs)
-            if is_ours(os.fspath(info.parent_dir)) or info.name is PROBE:
+            if is_ours(info.parent_dir.as_posix()) or info.name is PROBE:
                 _set_chunks(spec.json)
             return spec
 
