@@ -6,8 +6,9 @@ The two may be sharded, chunked and packed differently. Memory is a few MiB a th
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -88,14 +89,22 @@ def diff(
     one.read_packed()
     other.read_packed()
     pool = ThreadPoolExecutor(threads or min(8, len(os.sched_getaffinity(0))), thread_name_prefix="diff")
+    over = threading.Event()  # a thread may be in the midst of many GiB when the user gives up
+
+    def tell(num_bytes: int) -> None:
+        if over.is_set():
+            raise CancelledError
+        on_bytes(num_bytes)
+
     try:
-        jobs = {path: pool.submit(_compare_leaf, one, other, path, quick, on_bytes) for path in common}
+        jobs = {path: pool.submit(_compare_leaf, one, other, path, quick, tell) for path in common}
         for path, job in jobs.items():
             if (found := job.result()).differing:
                 difference.leaves[path] = found
             else:
                 difference.num_equal += 1
     finally:
+        over.set()
         pool.shutdown(cancel_futures=True)
     return difference
 

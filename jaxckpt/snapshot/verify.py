@@ -8,8 +8,9 @@ import bisect
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,19 @@ def verify(root: epath.Path, step: int, *, on_bytes: OnBytes = lambda n: None, t
     """
     directory = steps.step_path(root, step)
     pool = ThreadPoolExecutor(threads or _threads(root), thread_name_prefix="verify")
+    over = threading.Event()  # a thread may be in the midst of many GiB when the user gives up
+
+    def tell(num_bytes: int) -> None:
+        if over.is_set():
+            raise CancelledError
+        on_bytes(num_bytes)
+
     try:
-        problems = _problems(pool, root, step, on_bytes)
+        problems = _problems(pool, root, step, tell)
     except (DamagedSnapshot, OSError) as e:
         problems = [_text(e)]
     finally:
+        over.set()
         pool.shutdown(cancel_futures=True)
     if problems and step not in steps.committed_steps(root):
         raise SnapshotError(f"{directory} was deleted while it was checked, as a training run does with old snapshots.")
