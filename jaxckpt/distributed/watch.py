@@ -104,6 +104,7 @@ class Watch:
     def open(self) -> None:
         """From here on this process must not fail or fall silent, and ends if another does."""
         self._state = OPEN
+        self._kick()
 
     @property
     def is_open(self) -> bool:
@@ -344,6 +345,7 @@ def start(
             is_aborting=is_aborting if is_held else lambda: False,
         )
         _watches.append(watch)
+        watch.open()  # before its first word, or it would count as done
         watch.start()
         atexit.register(_at_exit, watch)  # after JAX's own, so before it: that one waits for the others
     _watches[0].newest_saved = newest_saved or _watches[0].newest_saved

@@ -64,8 +64,8 @@ def watching(shared: Shared, ended: Ended, count: int = 3) -> Iterator[list[Watc
     watches = [Watch(shared.of(i), i, count, limit_s=LIMIT_S, leave=ended.leaver(i)) for i in range(count)]
     for watch in watches:
         watch.newest_saved = lambda: 40
-        watch.start()
         watch.open()
+        watch.start()
     time.sleep(LIMIT_S)
     try:
         yield watches
@@ -115,13 +115,13 @@ def test_process_0_stays_until_the_others_have_read_why_it_fails(capfd: pytest.C
 def test_process_0_waits_for_one_that_has_not_spoken_yet(capfd: pytest.CaptureFixture[str]) -> None:
     shared, ended = Shared(), Ended()
     first, late = (Watch(shared.of(i), i, 2, limit_s=LIMIT_S, leave=ended.leaver(i)) for i in range(2))
-    first.start()
     first.open()
+    first.start()
     failing = threading.Thread(target=first.fail, args=("failed: no such file",))
     failing.start()
     time.sleep(1)
-    late.start()
     late.open()
+    late.start()
     failing.join()
     shared.cut |= {0, 1}
     wait_for(lambda: ended == [1])
