@@ -37,7 +37,7 @@ from orbax.checkpoint._src.serialization import (
 from orbax.checkpoint._src.serialization import types as serialization_types
 
 from jaxckpt.errors import DamagedSnapshot, SnapshotError
-from jaxckpt.snapshot import direct
+from jaxckpt.snapshot import direct, direct_arrays
 from jaxckpt.snapshot.direct_file import Counters, Workers
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
@@ -152,7 +152,7 @@ class Mover:
             if primary_host is None or jax.process_index() == primary_host:
                 await ts.open(ts.Spec(tensorstore_spec), create=True, open=True, context=context)
             parts = [(part.index, part.value) for part in rslices_on_host.to_fragments().fragments]
-            batch.files += await direct.write_array(
+            batch.files += await direct_arrays.write_array(
                 root, layout, parts, self.workers, _reserve(byte_limiter), self.counters
             )
 
@@ -187,7 +187,7 @@ class Mover:
                 )  # fmt: skip
             else:
                 most_bytes = getattr(byte_limiter, "max_bytes", math.inf)
-                result = await direct.read_array(
+                result = await direct_arrays.read_array(
                     root, layout, user_sharding, self.workers, _reserve(byte_limiter), self.counters, most_bytes
                 )
             if listener is not None:
@@ -208,7 +208,7 @@ class Mover:
         try:
             yield batch
             if batch.unfinished == 1:
-                await direct.sync_files(batch.files, self.workers)
+                await direct_arrays.sync_files(batch.files, self.workers)
         finally:
             batch.unfinished -= 1
             if not batch.unfinished:
@@ -340,7 +340,7 @@ def _lies_in(path: str, directory: str) -> bool:
     return path.startswith(directory) and path[len(directory) :].startswith(("/", TMP_SUFFIX))
 
 
-def _reserve(byte_limiter: Any) -> direct.Reserve:
+def _reserve(byte_limiter: Any) -> direct_arrays.Reserve:
     limiter = byte_limiter or limits.get_byte_limiter()
     return lambda nbytes: limits.reserved_bytes(limiter, nbytes)
 
