@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from jaxckpt.errors import DamagedSnapshot
 from jaxckpt.snapshot import direct
-from jaxckpt.snapshot.direct_file import BLOCK_BYTES, Counters, File, dio_alignment
+from jaxckpt.snapshot.direct_file import BLOCK_BYTES, Counters, File, allocate, dio_alignment
 from jaxckpt.state.fingerprint import np_fingerprint
 
 ROOT = Path(__file__).parents[1]
@@ -215,7 +215,7 @@ class SlowFile(File):
 
 def test_short_reads_and_writes_go_on_where_they_stopped(tmp_path):
     data = random_bits((40_000,), "uint8")
-    buffer = direct.allocate(40_960)
+    buffer = allocate(40_960)
     with SlowFile(str(tmp_path / "f"), os.O_RDWR | os.O_CREAT) as file:
         buffer[:40_000] = data
         file.write(buffer.data, 0)
@@ -237,7 +237,7 @@ def test_alignment_is_a_power_of_two_that_direct_writes_accept(tmp_path):
     with open(tmp_path / "f", "wb") as f:
         alignment = dio_alignment(f.fileno())
     assert alignment in (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-    assert direct.allocate(1).ctypes.data % 4096 == 0
+    assert allocate(1).ctypes.data % 4096 == 0
 
 
 LIMITED = """
