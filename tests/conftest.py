@@ -6,8 +6,8 @@ import tempfile
 
 import jax
 import pytest
-from gcs import gcs, gcs_server  # noqa: F401 (fixtures)
 
+from gcs import gcs, gcs_server  # noqa: F401 (fixtures)
 from jaxckpt.distributed.start import use_cpu_devices
 
 use_cpu_devices(8)

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import optax
-from tiny import Examples, Mlp, mesh_of, squared_error
 
 from jaxckpt import Run, Snapshots
+from tiny import Examples, Mlp, mesh_of, squared_error
 
 MESH = mesh_of(data=2)
 

@@ -195,7 +195,10 @@ def test_malformed_overrides_are_reported_beside_other_problems():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["run_dir=s3://bucket/x"], "run_dir: found 's3://bucket/x'; expected a local directory or gs://bucket/prefix, not s3://"),
+        (
+            ["run_dir=s3://bucket/x"],
+            "run_dir: found 's3://bucket/x'; expected a local directory or gs://bucket/prefix, not s3://",
+        ),
         (["run_dir=gs://bucket"], "run_dir: found 'gs://bucket'; expected gs://bucket/prefix"),
         (["run_dir=runs/a*"], "run_dir: found 'runs/a*'; * cannot be part of it"),
         (["optimizer.schedule.warmup_steps=301"], "optimizer.schedule.warmup_steps: 301 is more than steps (300)"),

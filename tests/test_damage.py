@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import differing, mesh_of
 
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot
@@ -21,6 +20,7 @@ from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.snapshot.verify import verify
 from jaxckpt.state.plan import make_plan, shardings
 from jaxckpt.state.train_state import TrainState
+from tiny import differing, mesh_of
 
 # Orbax leaves the other reads of a load that fails behind.
 pytestmark = [

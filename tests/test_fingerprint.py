@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiny import mesh_of
 
 from jaxckpt.state.fingerprint import PACK, PartialFingerprint, combine, fingerprint, np_fingerprint, to_hex
+from tiny import mesh_of
 
 DTYPES = [
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64"),

@@ -9,8 +9,8 @@ import threading
 import time
 
 import pytest
-from gcs import BUCKET
 
+from gcs import BUCKET
 from jaxckpt.errors import DataError, SaveError, SnapshotError
 from jaxckpt.observe.metrics import MetricsFile, read_metrics
 from jaxckpt.snapshot import gcs as objects

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gcs import BUCKET
 from jax.sharding import PartitionSpec as P
-from runs import command, finish, numbers, start, train
-from tiny import differing, mesh_of
 
+from gcs import BUCKET
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot, SaveError
 from jaxckpt.observe.metrics import read_metrics
@@ -23,6 +21,8 @@ from jaxckpt.snapshot.restore import Snapshot
 from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.plan import make_plan, shardings
 from jaxckpt.state.train_state import TrainState
+from runs import command, finish, numbers, start, train
+from tiny import differing, mesh_of
 
 # After the first request that fails Orbax closes its event loop, and those beside it have nowhere to report to.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
-from tiny import mesh_of
 
 from jaxckpt.errors import DamagedSnapshot
 from jaxckpt.snapshot import orbax_io, orbax_seam
 from jaxckpt.state import tree
+from tiny import mesh_of
 
 MESH = mesh_of(fsdp=2)
 W = np.arange(64, dtype=np.float32).reshape(8, 8)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiny import mesh_of
 
 from jaxckpt.snapshot import packing
 from jaxckpt.snapshot.leaves import num_bytes
+from tiny import mesh_of
 
 DTYPES = [np.float32, np.int8, np.bool_, np.complex64, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
 
@@ -37,7 +37,12 @@ def test_packed_arrays_come_back_bitwise_and_aligned(kinds):
 
 def test_only_small_leaves_are_packed_and_the_empty_one_too():
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    leaves = {"edge": of(packing.SMALL_BYTES // 4), "large": of(packing.SMALL_BYTES // 4 + 1), "empty": of(0, 9), "x": of()}
+    leaves = {
+        "edge": of(packing.SMALL_BYTES // 4),
+        "large": of(packing.SMALL_BYTES // 4 + 1),
+        "empty": of(0, 9),
+        "x": of(),
+    }
     large, small = packing.split(leaves)
     assert set(large) == {"large"} and set(small) == {"edge", "empty", "x"}
 

@@ -6,7 +6,6 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from tiny import Mlp, mesh_of
 
 from jaxckpt.errors import PlanError
 from jaxckpt.state import tree
@@ -15,6 +14,7 @@ from jaxckpt.state.mesh import batch_sharding, make_mesh
 from jaxckpt.state.plan import Placement, make_plan, shardings, unannotated
 from jaxckpt.state.train_state import TrainState, take_apart
 from jaxckpt.update.optimizers import make_optimizer
+from tiny import Mlp, mesh_of
 
 MESH = mesh_of(data=2, fsdp=2, tensor=2)
 BIG = (64, 128)

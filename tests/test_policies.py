@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from small import bits, make_run, train
-from tiny import Examples, differing, example, mesh_of
 
 from jaxckpt import read_metrics
 from jaxckpt.distributed.sync import Group
@@ -18,6 +16,8 @@ from jaxckpt.errors import SaveError, SnapshotError
 from jaxckpt.snapshot import steps
 from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.train_state import TrainState
+from small import bits, make_run, train
+from tiny import Examples, differing, example, mesh_of
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import bits, make_run, train
-from tiny import Mlp, differing, to_numpy
 
 from jaxckpt import flatten, read_metrics
 from jaxckpt.errors import ConfigError, DamagedSnapshot, SnapshotError
 from jaxckpt.snapshot import steps
 from jaxckpt.snapshot.leaves import stored_leaves
+from small import bits, make_run, train
+from tiny import Mlp, differing, to_numpy
 
 
 @pytest.fixture(scope="module")

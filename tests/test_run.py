@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from small import bits, make_run, train
-from tiny import Examples, differing, example, squared_error
 
 from jaxckpt import Snapshots, read_metrics
 from jaxckpt.errors import ConfigError, DataError, NonFiniteError, PlanError, SnapshotError
+from small import bits, make_run, train
+from tiny import Examples, differing, example, squared_error
 
 
 @pytest.fixture(scope="module")

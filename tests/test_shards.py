@@ -13,11 +13,11 @@ import tensorstore as ts
 from etils import epath
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_fingerprint import dtype_of, random_bits
 
 from jaxckpt.errors import DamagedSnapshot, SnapshotError
 from jaxckpt.snapshot.shards import iter_chunks, open_array, read_array
 from jaxckpt.state.fingerprint import PACK, PartialFingerprint, np_fingerprint, to_hex
+from test_fingerprint import dtype_of, random_bits
 
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC = {"name": "crc32c"}

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runs import ROOT, command, finish, start
-
 from jaxckpt.distributed.signals import stop_on_signals
+from runs import ROOT, command, finish, start
 
 BUSY = """
 import hashlib, os, time

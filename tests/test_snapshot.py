@@ -16,7 +16,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import differing, mesh_of
 
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot, SaveError, SnapshotError
@@ -27,6 +26,7 @@ from jaxckpt.snapshot.restore import Snapshot
 from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.plan import Placement, make_plan, shardings
 from jaxckpt.state.train_state import TrainState, narrow
+from tiny import differing, mesh_of
 
 RULES = [("kernel", P("fsdp"))]
 TX = optax.chain(optax.add_noise(0.1, 0.5, 3), optax.adamw(1e-3))  # add_noise keeps a typed random key

@@ -7,7 +7,6 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from tiny import IN, OUT, Mlp, batch_of, differing, make_step, mesh_of, on_mesh, squared_error
 
 from jaxckpt.errors import ConfigError
 from jaxckpt.state import tree
@@ -15,6 +14,7 @@ from jaxckpt.state.fingerprint import combine, np_fingerprint, to_hex
 from jaxckpt.state.plan import Placement
 from jaxckpt.update.optimizers import make_optimizer
 from jaxckpt.update.step import make_finite_check
+from tiny import IN, OUT, Mlp, batch_of, differing, make_step, mesh_of, on_mesh, squared_error
 
 SGD = optax.sgd(0.1)
 BATCH = batch_of(0, 16)

@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from gcs import BUCKET
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from tiny import mesh_of
 from typer.testing import CliRunner
 
+from gcs import BUCKET
 from jaxckpt.cli import app
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot, SnapshotError
@@ -37,6 +36,7 @@ from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.snapshot.verify import verify
 from jaxckpt.state.plan import make_plan, shardings
 from jaxckpt.state.train_state import TrainState
+from tiny import mesh_of
 
 RULES = [("w|h", P("fsdp"))]
 CONFIG = {"run_dir": "here", "steps": 9, "model": {"name": "mlp", "d_model": 8}, "seed": 0}

@@ -7,10 +7,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny import IN, Mlp, batch_of, differing, make_step, mesh_of, on_mesh, squared_error
 
 from jaxckpt.errors import PlanError
 from jaxckpt.state.train_state import narrow, step_key, take_apart
+from tiny import IN, Mlp, batch_of, differing, make_step, mesh_of, on_mesh, squared_error
 
 TX = optax.sgd(0.1)
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_fingerprint import dtype_of, random_bits
-from test_shards import rewrite_with_gaps, write
 
 from jaxckpt.errors import DamagedSnapshot
 from jaxckpt.snapshot.shards import runs
 from jaxckpt.snapshot.walk import Walk
+from test_fingerprint import dtype_of, random_bits
+from test_shards import rewrite_with_gaps, write
 
 
 def walked(array, block_bytes=1 << 20):

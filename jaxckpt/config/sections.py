@@ -163,7 +163,8 @@ class Snapshots(Config):
     best_mode: Literal["min", "max"] = "min"
     """whether less or more of best_metric is better"""
     on_failure: Literal["stop", "continue"] = "stop"
-    """what a snapshot that could not be written does to the run; the last one always stops it"""
+    """what a snapshot that could not be written does to the run; the last one always stops it, and so does any of several
+    processes"""
     staging_bytes: Bytes | None = None
     """host memory that a save may take for copies of device memory, such as 2GiB; a larger state then blocks training
     until its last part is copied; null: as much as the state"""

@@ -32,7 +32,7 @@ class Snapshots:
 
     Saves every `every` steps, every `every_minutes` minutes, or both. Keeps the newest `keep`, every step that
     `keep_every` divides, the `keep_best` best by `best_metric` ('loss' or 'eval_loss'; `best_mode` 'min' or 'max'), and
-    what is pinned. `on_failure` 'continue' trains on after a save that failed. Use it as a context manager or call
+    what is pinned. `on_failure` 'continue' trains on after a save that failed, in a run of one process. Use it as a context manager or call
     `close`: a process that leaves without waiting loses the save that is under way.
 
     staging_bytes: host memory that a save may take for copies of device memory. restore_bytes: what a restore may have
@@ -72,6 +72,11 @@ class Snapshots:
 
     def open(self, group: Group) -> None:
         """Takes the run directory for this run and sweeps what a killed process left. Every process calls it first."""
+        if self.on_failure == "continue" and jax.process_count() > 1:
+            raise SnapshotError(
+                "snapshots.on_failure: continue is for runs of one process; where one of several cannot write its part, the "
+                "others cannot either, and the run stops. Use on_failure: stop, and start the same command again."
+            )
         if self._group is None:
             group.from_primary("open the run directory", self._prepare)
             self._group = group  # only now: after a refusal the next try must be refused too

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from etils import epath
-from runs import assert_same_run, command, finish, share_compilations, start, steps_done, train
 
 from jaxckpt.snapshot.steps import committed_steps
 from jaxckpt.snapshot.verify import verify
+from runs import assert_same_run, command, finish, share_compilations, start, steps_done, train
 
 # Line s is written before the save of s begins, and that waits for the save of s - 1: at worst both are lost.
 MOST_LOST = 2

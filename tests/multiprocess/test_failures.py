@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from groups import free_port, kill, member, run_two, start_two
-from runs import assert_same_run, command, finish, share_compilations, start, steps_done, wait_for
 
+from groups import free_port, kill, member, run_two, start_two
 from jaxckpt.snapshot.steps import committed_steps
+from runs import assert_same_run, command, finish, share_compilations, start, steps_done, wait_for
 
 LIMIT_S = 5
 SHORT = f"distributed.heartbeat_timeout_s={LIMIT_S}"

@@ -2,12 +2,11 @@
 
 from gcs import BUCKET
 from groups import run_two
-from runs import train
-
 from jaxckpt import read_metrics
 from jaxckpt.snapshot import paths
 from jaxckpt.snapshot.manifest import read_manifest
 from jaxckpt.snapshot.steps import committed_steps
+from runs import train
 
 LARGE = "model.d_ff=2048"  # leaves that are not packed with others, so that each process has something to write
 

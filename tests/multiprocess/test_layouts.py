@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from groups import free_port, kill
 from runs import ROOT, finish, start
 

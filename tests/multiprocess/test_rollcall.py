@@ -6,8 +6,8 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from groups import free_port
 
+from groups import free_port
 from jaxckpt.distributed.rollcall import call_roll
 from jaxckpt.errors import DistributedError
 

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from groups import kill, run_two, start_two
+from jaxckpt import read_metrics
+from jaxckpt.snapshot.steps import committed_steps
 from runs import (
     assert_same_run,
     finish,
@@ -14,9 +17,6 @@ from runs import (
     train,
     wait_for,
 )
-
-from jaxckpt import read_metrics
-from jaxckpt.snapshot.steps import committed_steps
 
 
 @pytest.fixture(scope="module")
