@@ -52,6 +52,7 @@ def moved():
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
 def test_every_dtype_comes_back_bitwise_from_every_sharding_and_memory_kind_and_plain_orbax_agrees(tmp_path, kind):
     state = {d: put(random_bits((16, 24), d), SPECS[i % len(SPECS)], kind) for i, d in enumerate(DTYPES)}
+    assert mover().is_trusted(str(tmp_path))
     before = moved()
     save(tmp_path / "s", state)
     for shift, other in [(0, kind), (1, kind), (2, "device")]:
@@ -72,6 +73,7 @@ def test_what_the_fast_way_cannot_do_goes_orbaxs_way(tmp_path):
         "int4": put(random_bits((16, 8), "uint8").astype(jnp.int4), P("data")),
         "w": put(np.ones((8, 8), np.float32)),
     }
+    assert mover().is_trusted(str(tmp_path))
     before = moved()
     save(tmp_path / "s", state)
     assert moved()[0] - before[0] in (1, 8)  # of w only, by one replica or by all
@@ -243,6 +245,7 @@ def test_orbax_moves_the_bytes_with_one_warning_where_the_seam_is_not_as_we_know
         assert (written, read) == (0, 0) and len(lines) == 1 and reason in lines[0]
     # What was written, whoever moved it, is the same, and the fast way reads it.
     target = {"w": jax.ShapeDtypeStruct((400, 1000), jnp.float32, sharding=NamedSharding(MESH, P(None, "data")))}
+    assert mover().is_trusted(str(tmp_path))  # the self-test reads too
     before = moved()
     loaded = orbax_io.load_state(tmp_path / "s", target, timeout_s=60)["w"]
     assert np.array_equal(loaded, np.arange(400_000, dtype=np.float32).reshape(400, 1000))
