@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -220,16 +221,19 @@ class Run:
     def close(self) -> None:
         """Waits for the save that is under way, and gives the run directory free."""
         self._is_closed = True
-        self._program.close()
-        self._stream.close()
-        if self._held_out:
-            self._held_out.close()
-        if self._metrics:
-            self._metrics.close()
-        if self.snapshots:
-            self.snapshots.close()
-        if self._watch:
-            self._watch.close()
+        with ExitStack() as stack:  # the last one first; each, whatever another raises
+            if self._watch:
+                stack.callback(self._watch.close)
+            if self.snapshots:
+                stack.callback(self.snapshots.close)
+            if self._metrics:
+                stack.callback(self._metrics.close)
+            if self.snapshots:
+                stack.callback(self.snapshots.wait)  # the save that is under way still needs the file of metrics
+            if self._held_out:
+                stack.callback(self._held_out.close)
+            stack.callback(self._stream.close)
+            stack.callback(self._program.close)
 
     def __enter__(self) -> "Run":
         return self

@@ -1,11 +1,12 @@
 """metrics.jsonl: each step once, whatever was killed or rolled back."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
 
-from jaxckpt.errors import DataError
+from jaxckpt.errors import DataError, SaveError
 from jaxckpt.observe.metrics import MetricsFile, float_bits, read_metrics
 
 
@@ -51,6 +52,25 @@ def test_a_line_is_with_the_operating_system_before_write_returns(tmp_path):
     file = MetricsFile(tmp_path / "m", resume_step=0)
     file.write({"step": 1, "loss": 0.1})
     assert read_metrics(tmp_path / "m") == [{"step": 1, "loss": 0.1}]
+    file.close()
+
+
+def test_lines_that_find_no_room_wait_and_no_snapshot_counts_without_them(tmp_path, caplog):
+    path = tmp_path / "m"
+    file = MetricsFile(path, resume_step=0)
+    file.write({"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))  # as a full disk: a short write, then an error
+    try:
+        for step in (2, 3):
+            file.write({"step": step})
+        with pytest.raises(SaveError, match="could not be written"):
+            file.sync()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert steps_in(path) == [1] and len(caplog.records) == 1, "told once"
+    file.sync()
+    assert steps_in(path) == [1, 2, 3]
     file.close()
 
 

@@ -23,6 +23,15 @@ def straight(tmp_path_factory):
     return train(tmp_path_factory.mktemp("straight"), 7, every=100, held_out=Examples(8), eval_every=2, eval_batches=2)
 
 
+def test_close_waits_for_the_save_under_way_whatever_holds_the_loop(tmp_path):
+    run = make_run(tmp_path)
+    reports = run.train(4)
+    while next(reports).step < 2:
+        pass
+    run.close()  # the loop is not at its end, and not closed
+    assert run.snapshots is not None and run.snapshots.steps() == [2]
+
+
 def test_a_resumed_run_is_bitwise_the_one_that_never_stopped_with_evaluation(straight, tmp_path):
     evaluation = {"held_out": Examples(8), "eval_every": 2, "eval_batches": 2}
     first, _, _ = train(tmp_path, 3, **evaluation)

@@ -5,8 +5,9 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -35,6 +36,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class MetricsFile:
     """Appends lines; each reaches the operating system before `write` returns, so a killed process loses none.
 
+    Lines that find no room wait in memory for the next `write` or `sync`. Training does not end for them, but `sync`
+    raises, so no snapshot counts without them, and what becomes of the run is for who saves to say.
+
     A file on gs:// cannot grow: its lines gather in a private local file, and `sync` uploads all of them.
     """
 
@@ -42,6 +46,8 @@ class MetricsFile:
         """Opens `path` and drops what lies after `resume_step`: the run is about to do those steps again."""
         self._path = os.fspath(path)
         self._private: str | None = None
+        self._waiting = b""
+        self._guard = threading.Lock()
         try:
             if paths.is_local(self._path):
                 self._local = Path(self._path)
@@ -52,7 +58,7 @@ class MetricsFile:
                 _download(self._path, self._local)
             self.last_step = _truncate_after(self._local, resume_step, shown=self._path)
             """step of the last line that was kept, 0 if there is none"""
-            self._file: TextIO = self._local.open("a")
+            self._file: BinaryIO = self._local.open("ab", buffering=0)
         except OSError as e:
             self._remove_private()
             raise DataError(f"{self._path} cannot be written: {e}. Move it away: the snapshots do not need it.") from e
@@ -61,8 +67,14 @@ class MetricsFile:
             raise
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with self._guard:
+            is_first = not self._waiting
+            self._waiting += (json.dumps(line) + "\n").encode()
+            try:
+                self._flush()
+            except OSError as e:
+                if is_first:
+                    log.error("%s: a line could not be written and waits in memory: %s", self._path, e)
 
     def sync(self) -> None:
         """Returns when the lines are on the disk, or in the object, so that a snapshot never outlives the lines before it.
@@ -70,6 +82,8 @@ class MetricsFile:
         May be called beside `write`, from another thread. Raises SaveError.
         """
         try:
+            with self._guard:
+                self._flush()
             if self._private is None:
                 os.fsync(self._file.fileno())
             else:
@@ -82,13 +96,17 @@ class MetricsFile:
         if self._file.closed:
             return
         try:
-            if self._private is not None:
+            if self._private is not None or self._waiting:
                 self.sync()
         except SaveError as e:
             log.warning("%s", e)
         finally:
             self._file.close()
             self._remove_private()
+
+    def _flush(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
 
     def _remove_private(self) -> None:
         if self._private is not None:
