@@ -85,6 +85,16 @@ def test_a_step_number_goes_back_once_and_then_on_and_loses_nothing(straight, tm
     assert not differing(state, straight[1])
 
 
+def test_the_command_that_went_back_goes_on_when_retention_has_deleted_its_step(straight, tmp_path):
+    train(tmp_path, 4)
+    with make_run(tmp_path, resume=2, keep=1) as run:
+        list(run.train(6))
+    assert steps.committed_steps(tmp_path / "snapshots") == [6]
+    reports, state, _ = train(tmp_path, 8, resume=2)
+    assert [r.step for r in reports] == [7, 8]
+    assert not differing(state, straight[1])
+
+
 def test_a_step_that_cannot_be_had_is_an_error_and_nothing_changes(tmp_path):
     train(tmp_path, 4)
     with make_run(tmp_path, resume=3) as run, pytest.raises(SnapshotError, match=r"resume: 3, .* but of \[2, 4\]"):

@@ -66,12 +66,15 @@ def _choose(root: epath.Path, resume: Resume) -> int | None:
 
 
 def _choose_step(root: epath.Path, found: list[int], wanted: int) -> int:
-    if wanted not in found:
-        raise SnapshotError(f"resume: {wanted}, and {root} holds no snapshot of that step, but of {found or 'none'}.")
-    # Snapshots of the life that went back to `wanted` are not later ones: the same command goes on from them.
+    # Snapshots of the life that went back to `wanted` are not later ones: the same command goes on from them, also when
+    # retention has deleted `wanted` itself since.
     since = [step for step in found if step > wanted and _went_back_to(root, step) == wanted]
     step = _newest_good(root, since)
     if step is None:
+        if wanted not in found:
+            raise SnapshotError(
+                f"resume: {wanted}, and {root} holds no snapshot of that step, but of {found or 'none'}."
+            )
         restore.check_sayings(root, wanted)
         step = wanted
     return step
