@@ -72,6 +72,20 @@ def test_sweep_removes_every_kind_of_leftover_and_says_which(tmp_path):
     assert steps.sweep(tmp_path) == []
 
 
+@pytest.mark.parametrize("numbers", [(4,), (2, 4)], ids=str)
+def test_sweep_never_deletes_the_last_whole_steps_for_want_of_a_mark(tmp_path, caplog, numbers):
+    for number in numbers:
+        make(tmp_path, number, mark=False)
+        (steps.step_path(tmp_path, number) / steps.MANIFEST).touch()
+    make(tmp_path, 7, mark=False)  # killed before its manifest
+    assert steps.sweep(tmp_path) == ["step_0000000007"]
+    # One may be the first save, killed; two are never left by a kill.
+    prefix = "unmarked_" if len(numbers) == 1 else "damaged_"
+    assert sorted(os.listdir(tmp_path)) == [f"{prefix}step_000000000{n}" for n in numbers]
+    assert len(caplog.records) == len(numbers) and "has no mark" in caplog.text
+    assert steps.quarantined(tmp_path) == ([] if len(numbers) == 1 else sorted(os.listdir(tmp_path)))
+
+
 def test_sweep_makes_the_directory(tmp_path):
     assert steps.sweep(tmp_path / "a" / "b") == [] and (tmp_path / "a" / "b").is_dir()
 
@@ -82,14 +96,15 @@ def test_a_kill_at_any_point_of_a_deletion_leaves_no_step_that_looks_whole(tmp_p
         root = tmp_path / str(done)
         root.mkdir()
         directory = make(root, 1)
+        make(root, 2)  # what is deleted is never the last, or its lost mark would be a riddle
         directory.with_name(directory.name + ".ok").unlink()
         if done > 1:
             directory = directory.rename(root / f".deleted-{directory.name}")
         if done > 2:
             shutil.rmtree(directory / "state")
-        assert steps.committed_steps(root) == []
+        assert steps.committed_steps(root) == [2]
         steps.sweep(root)
-        assert os.listdir(root) == []
+        assert sorted(os.listdir(root)) == ["step_0000000002", "step_0000000002.ok"]
 
 
 @pytest.mark.parametrize("stage", ["writing", "renamed", "half marked"])

@@ -15,7 +15,7 @@ from jaxckpt.snapshot.shards import dtype_of
 
 Leaf = Mapping[str, Any]
 """shape, dtype, spec and memory_kind of a leaf, from the table in `meta`"""
-_ASIDE = {"damaged_": "damaged", "superseded_": "superseded"}
+_ASIDE = {"damaged_": "damaged", "superseded_": "superseded", "unmarked_": "without its mark"}
 
 
 def read_meta(root: epath.Path, step: int, manifest: Mapping[str, Any]) -> dict[str, Any]:

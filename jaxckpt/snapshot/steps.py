@@ -137,10 +137,12 @@ def discard_unfinished(root: epath.Path, step: int) -> None:
 def sweep(root: epath.Path) -> list[str]:
     """Removes what a killed process left behind; the names of what was removed. Only while no other process writes here.
 
-    Pins, quarantined and superseded steps stay, and whatever is not ours.
+    Pins, quarantined and superseded steps stay, and whatever is not ours; so do steps that are whole but for their mark
+    where no step has one, see `_keep_what_lost_its_mark`.
     """
     if is_local(root):
         root.mkdir(parents=True, exist_ok=True)
+    _keep_what_lost_its_mark(root)
     names = _names(root)
     left = [
         n for n in names if n.startswith((_DELETED, _UNFINISHED)) or _STEP.sub("", n, count=1).startswith(TMP_SUFFIX)
@@ -153,6 +155,25 @@ def sweep(root: epath.Path) -> list[str]:
     for name in left:
         _remove(root, name)
     return sorted(left)
+
+
+def _keep_what_lost_its_mark(root: epath.Path) -> None:
+    """Where no step counts, sets aside those that have all but their mark, so that a run does not delete its last copy.
+
+    A kill inside the first save leaves one such step, and the run begins anew. It never leaves two: their marks were
+    lost, and as damaged ones they keep the run from beginning anew unasked.
+    """
+    names = _names(root)
+    found = sorted(int(m[1]) for name in names if (m := _STEP.fullmatch(name)))
+    if any(step_path(root, step).name + _MARK in names for step in found):
+        return
+    whole = [step for step in found if (step_path(root, step) / MANIFEST).exists()]
+    for step in whole:
+        name = _move_aside(root, step, "damaged_" if len(whole) > 1 else "unmarked_")
+        log.warning(
+            "%s/%s has no mark (%s), so it does not count: its save was cut short, or the mark was removed. It is now %s.",
+            *(root, step_path(root, step).name, step_path(root, step).name + _MARK, name),
+        )
 
 
 def quarantine(root: epath.Path, step: int) -> str:
