@@ -24,8 +24,12 @@ from jaxckpt.snapshot.orbax_seam import TMP_SUFFIX as TMP_SUFFIX
 from jaxckpt.snapshot.orbax_seam import Directory, Listener, mover
 from jaxckpt.state import tree
 
-# Orbax warns of both at every save; both are what we ask for.
-NEEDLESS_WARNINGS = ("Skipping merge of OCDBT checkpoints", "No prioritized params found")
+# Orbax warns of the first two at every save; both are what we ask for. The third tells of an error that is raised, too.
+NEEDLESS_WARNINGS = (
+    "Skipping merge of OCDBT checkpoints",
+    "No prioritized params found",
+    "_SignalingThread.run() raised an exception",
+)
 SIGNS_OF_DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FileNotFoundError")
 
 
