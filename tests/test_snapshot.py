@@ -268,6 +268,24 @@ def test_an_error_in_the_background_reaches_check_without_waiting(snapshots, tin
     snapshots.wait()
 
 
+def test_a_pin_that_cannot_be_read_stops_retention_and_says_so(snapshots, tiny):
+    state, plan = tiny
+    (snapshots.root / "pin_x").write_text("garbage")
+    with pytest.raises(SaveError, match=r"step 2 is saved, but older ones could not be deleted: .*pin_x: not a pin"):
+        save(snapshots, state, plan, 2)
+    assert snapshots.steps() == [2]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{"every": True}, {"every_minutes": "1"}, {"staging_bytes": "2GiB"}, {"restore_bytes": 1.5}, {"timeout_s": None}],
+    ids=str,
+)
+def test_settings_of_the_wrong_kind_are_refused_by_name(tmp_path, args):
+    with pytest.raises(SnapshotError, match=f"{next(iter(args))}=.* must be"):
+        Snapshots(tmp_path, **args)
+
+
 def test_closing_after_a_failed_save_raises_and_still_gives_the_directory_free(tmp_path, tiny):
     state, plan = tiny
     snapshots = Snapshots(tmp_path, timeout_s=60)

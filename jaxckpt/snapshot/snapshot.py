@@ -1,6 +1,7 @@
 """Saving and restoring the whole of a run: asynchronous, atomic, durable, checked, and strict about what fits."""
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -234,18 +235,21 @@ class Snapshots:
                 for old in self.retention.superfluous(found, self._metrics, pinned):
                     steps.delete(self.root, old)
                     self._metrics.pop(old, None)
-        except OSError as e:
+        except (OSError, SnapshotError) as e:  # also a pin that cannot be read: which step it keeps is not known
             self._error = SaveError(
-                f"{self.root}: the snapshot of step {step} is saved, but an older one could not be deleted: {e}. Mend the "
-                "directory's permissions, and start the same command again."
+                f"{self.root}: the snapshot of step {step} is saved, but older ones could not be deleted: {e} Mend that, "
+                "and start the same command again."
             )
 
     def _failed(self, step: int, error: BaseException) -> SaveError:
         if self._group is not None and self._group.is_primary:
             steps.discard_unfinished(self.root, step)
-        newest = self.steps()[-1:]
+        try:
+            newest = self.steps()[-1:]
+        except OSError:
+            newest = []  # what cannot be listed is not promised
         return SaveError(
-            f"{self.root}: the snapshot of step {step} could not be saved: {restore.root_cause(error)}. "
+            f"{self.root}: the snapshot of step {step} could not be saved: {restore.root_cause(error).rstrip('.')}. "
             + (f"The newest good snapshot is step {newest[0]}." if newest else "There is no good snapshot yet.")
             + " Make room or mend the directory, and start the same command again."
         )
@@ -256,16 +260,18 @@ class Snapshots:
         problems = []
         if self.every is None and self.every_minutes is None:
             problems.append("every and every_minutes are both None; one of them must say when to save")
-        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
             problems.append(f"every={self.every!r} must be an integer of at least 1, or None")
-        if self.every_minutes is not None and not self.every_minutes > 0:
-            problems.append(f"every_minutes={self.every_minutes!r} must be positive, or None")
+        if self.every_minutes is not None and not _is_positive(self.every_minutes):
+            problems.append(f"every_minutes={self.every_minutes!r} must be a positive number, or None")
+        if not _is_positive(self.timeout_s):
+            problems.append(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
         if self.on_failure not in ("stop", "continue"):
             problems.append(f"on_failure={self.on_failure!r} must be 'stop' or 'continue'")
         for name in ("staging_bytes", "restore_bytes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                problems.append(f"{name}={value!r} must be a positive number of bytes, or None")
+            if value is not None and (type(value) is not int or value < 1):
+                problems.append(f"{name}={value!r} must be a positive integer of bytes, or None")
         if problems:
             raise SnapshotError("snapshots: " + "; ".join(problems))
 
@@ -300,6 +306,10 @@ class Snapshots:
             path for path in large if not (directory / "state" / array_directory(path) / "zarr.json").exists()
         ]:
             raise OSError(f"Orbax wrote no array for {missing[:5]} in {directory}")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _metrics_of(root: epath.Path, step: int) -> dict[str, float | None]:
