@@ -86,6 +86,14 @@ def test_sweep_never_deletes_the_last_whole_steps_for_want_of_a_mark(tmp_path, c
     assert steps.quarantined(tmp_path) == ([] if len(numbers) == 1 else sorted(os.listdir(tmp_path)))
 
 
+def test_a_pin_that_would_read_as_a_step_is_refused(tmp_path):
+    make(tmp_path, 9)
+    with pytest.raises(SnapshotError, match="@12 means step 12"):
+        steps.pin(tmp_path, 9, "12")
+    steps.pin(tmp_path, 9, "v12")
+    assert steps.pins(tmp_path) == {"v12": 9}
+
+
 def test_sweep_makes_the_directory(tmp_path):
     assert steps.sweep(tmp_path / "a" / "b") == [] and (tmp_path / "a" / "b").is_dir()
 

@@ -37,7 +37,7 @@ def locate(text: str | os.PathLike[str]) -> Located:
         if not found:
             raise SnapshotError(f"{text}: no snapshot found in {root}. Give a run directory that has been saved to.")
         return Located(root, found[-1])
-    if name.isdigit():
+    if name.isdecimal():
         return _checked(root, int(name), text)
     pins = steps.pins(root)
     if name not in pins:

@@ -218,6 +218,7 @@ def quarantined(root: epath.Path) -> list[str]:
 def pin(root: epath.Path, step: int, name: str) -> None:
     """Keeps `step` from retention under `name`. Raises SnapshotError."""
     _check_pin_name(name)
+    _check_is_no_step(name)
     if step not in (there := committed_steps(root)):
         raise SnapshotError(f"{root}: there is no snapshot of step {step} to pin; the steps there are: {there}")
     if (other := pins(root).get(name, step)) != step:
@@ -258,6 +259,13 @@ def pins(root: epath.Path) -> dict[str, int]:
 def _check_pin_name(name: str) -> None:
     if not _PIN.fullmatch(name):
         raise SnapshotError(f"pin {name!r}: expected a name of letters, digits, '.', '_' and '-', at most 200")
+
+
+def _check_is_no_step(name: str) -> None:
+    if name.isdecimal():
+        raise SnapshotError(
+            f"pin {name!r}: PATH@{name} means step {int(name)}, so no pin can be called that. Add a letter."
+        )
 
 
 # ------------------------------------------------------------------------------------------------ the place
