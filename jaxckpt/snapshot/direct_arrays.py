@@ -1,6 +1,7 @@
 """Writes and reads arrays whose shards lie on several devices, several files at a time, for whoever runs an event loop."""
 
 import asyncio
+import ctypes
 import math
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from jaxckpt.snapshot.direct_file import Counters, Workers, allocate, sync
 
 Reserve = Callable[[int], AbstractAsyncContextManager[None]]  # waits until so many bytes may be in use
 T = TypeVar("T")
+_ODD = 16  # bytes; XLA takes over memory whose address is a multiple of 64
 
 
 async def write_array(
@@ -69,15 +71,18 @@ async def read_array(
 
     async def read(together: list[tuple[Box, list[Any]]]) -> list[jax.Array]:
         async with reserve(sum(_nbytes(box, layout) for box, _ in together)):
-            outs = [(box, _empty(box, layout)) for box, _ in together]
+            rooms = await _all(
+                _on(pool, _make_room, box, layout, devices[0], sharding.memory_kind) for box, devices in together
+            )
+            outs = [(box, room) for (box, _), (room, _) in zip(together, rooms, strict=True)]
             places = sorted({place for box, _ in together for place in layout.shards_of(box)})
             await _all(
                 _on(pool, read_shard, layout.file(root, place), layout, place, outs, counters) for place in places
             )
-            placed = [
-                await _on(pool, _put, out, devices, sharding.memory_kind)
-                for (_, devices), (_, out) in zip(together, outs, strict=True)
-            ]
+            placed = await _all(
+                _on(pool, _put, room, there, devices, box, layout, sharding.memory_kind)
+                for (box, devices), (room, there) in zip(together, rooms, strict=True)
+            )
             return [x for several in placed for x in several]
 
     places = [place for box, _ in parts for place in layout.shards_of(box)]
@@ -93,14 +98,40 @@ def _nbytes(box: Box, layout: Layout) -> int:
     return math.prod(s.stop - s.start for s in box) * layout.dtype.itemsize
 
 
-def _empty(box: Box, layout: Layout) -> np.ndarray:
-    return allocate(_nbytes(box, layout)).view(layout.dtype).reshape([s.stop - s.start for s in box])
+def _make_room(box: Box, layout: Layout, device: Any, memory_kind: str | None) -> tuple[np.ndarray, jax.Array | None]:
+    """Memory for a part of an array, and the device's array that it is where the device's memory is the host's.
+
+    Such an array could take over any memory as it is, but the first step could not reuse what JAX has not allocated
+    itself, and would need room for the whole state once more.
+    """
+    shape, nbytes = tuple(s.stop - s.start for s in box), _nbytes(box, layout)
+    if device.platform != "cpu":
+        return allocate(nbytes).view(layout.dtype).reshape(shape), None
+    sharding = SingleDeviceSharding(device, memory_kind=memory_kind)
+    # Memory at an odd address is copied, whatever `device_put` is told; small pages that are only read take no room.
+    nothing = allocate(nbytes + _ODD, is_large=False)[_ODD:].view(layout.dtype).reshape(shape)
+    there = jax.device_put(nothing, sharding).block_until_ready()
+    assert there.unsafe_buffer_pointer() != nothing.ctypes.data, "JAX has taken over memory that is not its own"
+    # Nobody else knows the array yet, so that it is still right to write to it.
+    raw = (ctypes.c_ubyte * there.nbytes).from_address(there.unsafe_buffer_pointer())
+    raw.owner = there  # a thread that is still reading after another has failed must not write to freed memory
+    return np.frombuffer(raw, np.uint8).view(layout.dtype).reshape(shape), there
 
 
-def _put(shard: np.ndarray, devices: list[Any], memory_kind: str | None) -> list[jax.Array]:
-    # A CPU device takes the memory over as it is; others copy it, and it is in use until they have.
-    placed = [jax.device_put(shard, SingleDeviceSharding(d, memory_kind=memory_kind)) for d in devices]
-    return jax.block_until_ready(placed)
+def _put(
+    room: np.ndarray, there: jax.Array | None, devices: list[Any], box: Box, layout: Layout, memory_kind: str | None
+) -> list[jax.Array]:
+    """The part in `room` on all its devices, on each in memory of its own."""
+    if there is None:
+        placed = [jax.device_put(room, SingleDeviceSharding(device, memory_kind=memory_kind)) for device in devices]
+        return jax.block_until_ready(placed)  # `room` is in use until they are copied
+    placed = [there]
+    for device in devices[1:]:
+        other, copy = _make_room(box, layout, device, memory_kind)
+        assert copy is not None, "all devices of a sharding are of one platform"
+        np.copyto(other, room)
+        placed.append(copy)
+    return placed
 
 
 async def _on(pool: ThreadPoolExecutor, f: Callable[..., T], *args: Any) -> T:

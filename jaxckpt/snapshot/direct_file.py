@@ -39,10 +39,10 @@ class Counters:
                 setattr(self, name, getattr(self, name) + n)
 
 
-def allocate(nbytes: int) -> np.ndarray:
-    """uint8[nbytes] in whole pages of its own, large ones where there are; they go back when the array does."""
+def allocate(nbytes: int, *, is_large: bool = True) -> np.ndarray:
+    """uint8[nbytes] in whole pages of its own, large ones where wanted and there; they go back when the array does."""
     pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if is_large and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)  # page faults are most of the time that a large read costs the CPU
     return np.frombuffer(pages, np.uint8)[:nbytes]

@@ -41,6 +41,7 @@ from jaxckpt.snapshot import direct, direct_arrays
 from jaxckpt.snapshot.direct_file import Counters, Workers
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
+MOST_LOCAL_CHUNK_BYTES = 1 << 20
 LOCAL_CHUNK_BYTES, REMOTE_CHUNK_BYTES = 256 << 10, 4 << 20  # the least of a chunk; a request to a server costs more
 # What the functions that we stand in for take, and which function calls them by these names.
 SIGNATURES = {
@@ -299,8 +300,12 @@ def store_checked_chunks(is_ours: Callable[[str], bool]) -> None:
 def _set_chunks(spec: dict[str, Any]) -> None:
     array = spec.get("base", spec)  # a cast stands around the array's own spec
     shard = tuple(array["metadata"]["chunk_grid"]["configuration"]["chunk_shape"])
-    least = LOCAL_CHUNK_BYTES if array["kvstore"]["driver"] == "file" else REMOTE_CHUNK_BYTES
-    chunk = direct.chunk_shape(shard, jnp.dtype(array["dtype"]).itemsize, least_bytes=least)
+    itemsize = jnp.dtype(array["dtype"]).itemsize
+    # Sixteen chunks are enough to choose from; more would only cost time, until they are so large that they hold much that
+    # nobody wants.
+    local = min(max(LOCAL_CHUNK_BYTES, math.prod(shard) * itemsize // 16), MOST_LOCAL_CHUNK_BYTES)
+    least = local if array["kvstore"]["driver"] == "file" else REMOTE_CHUNK_BYTES
+    chunk = direct.chunk_shape(shard, itemsize, least_bytes=least)
     assert array["metadata"]["codecs"][0]["name"] == "sharding_indexed"
     array["metadata"]["codecs"] = direct.codecs(chunk)
 

@@ -14,8 +14,9 @@ WORKER = str(Path(__file__).parent / "layouts.py")
 MIB = 1 << 20
 MATRIX = 64 * MIB
 
-# What a restore may hold beside the arrays: the chunks in flight, the compiled check, Python's own.
-SPARE = 96 * MIB
+# What a restore may hold beside the arrays: the blocks of its 8 threads, 8 MiB each, and what Orbax, the compiled check and
+# Python itself take up at their first use.
+SPARE = 8 * 8 * MIB + 64 * MIB
 
 
 def run(action, run_dir, *, processes, devices, axes, spec, kind="device"):
