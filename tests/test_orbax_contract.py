@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jaxckpt.errors import DamagedSnapshot
-from jaxckpt.snapshot import orbax_io, orbax_seam
+from jaxckpt.snapshot import orbax_io, orbax_seam, paths
 from jaxckpt.state import tree
 from tiny import mesh_of
 
@@ -164,3 +165,11 @@ def test_the_arrays_are_stored_without_compression(tmp_path):
     zeros = {"w": jnp.zeros((512, 512))}
     orbax_io.save_async(tmp_path / "s", state=zeros, data={}, meta={}, timeout_s=60).result(timeout=60)
     assert sum(f.stat().st_size for f in (tmp_path / "s").rglob("*") if f.is_file()) > 512 * 512 * 4
+
+
+def test_orbax_reads_how_often_tensorstore_asks_a_server_again_where_we_set_it():
+    orbax_seam.mover()
+    found = tensorstore_utils.get_ts_context(use_ocdbt=False).spec.to_json()
+    assert (
+        found["gcs_request_retries"]["max_retries"] == paths.tensorstore_context()["gcs_request_retries"]["max_retries"]
+    )

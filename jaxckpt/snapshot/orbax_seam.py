@@ -37,7 +37,7 @@ from orbax.checkpoint._src.serialization import (
 from orbax.checkpoint._src.serialization import types as serialization_types
 
 from jaxckpt.errors import DamagedSnapshot, SnapshotError
-from jaxckpt.snapshot import direct, direct_arrays
+from jaxckpt.snapshot import direct, direct_arrays, paths
 from jaxckpt.snapshot.direct_file import Counters, Workers
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
@@ -270,6 +270,8 @@ def store_checked_chunks(is_ours: Callable[[str], bool]) -> None:
     """
     found = "another function build_array_write_spec"
     try:
+        # How often tensorstore asks a server again: an Orbax Context does not carry it.
+        tensorstore_utils._BASE_TS_CONTEXT.update(paths.tensorstore_context())
         build = tensorstore_utils.build_array_write_spec
 
         def build_checked(info: Any, *args: Any, **kwargs: Any) -> Any:

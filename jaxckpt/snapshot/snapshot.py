@@ -2,6 +2,7 @@
 
 import logging
 import math
+import math
 import os
 import sys
 import threading
@@ -251,7 +252,8 @@ class Snapshots:
         return SaveError(
             f"{self.root}: the snapshot of step {step} could not be saved: {restore.root_cause(error).rstrip('.')}. "
             + (f"The newest good snapshot is step {newest[0]}." if newest else "There is no good snapshot yet.")
-            + " Make room or mend the directory, and start the same command again."
+            + " Make room or mend the directory"
+            + (", and start the same command again." if self.on_failure == "stop" else ".")
         )
 
     # ---------------------------------------------------------------------------------------------- checks
@@ -279,7 +281,8 @@ class Snapshots:
         lock = None
         try:
             lock = RunLock(self.run_dir)
-            steps.sweep(self.root)
+            if whole := [name for name in steps.sweep(self.root) if steps.is_step(name)]:
+                log.warning("removed what was never marked as saved: %s", ", ".join(whole))
             self._metrics = {step: _metrics_of(self.root, step) for step in self.steps()}
             self._lock = lock
         except OSError as e:
@@ -297,8 +300,9 @@ class Snapshots:
         free = steps.free_bytes(self.root)
         if free is not None and free < needed:
             raise SnapshotError(
-                f"{self.root}: a snapshot takes {needed / 2**20:.1f} MiB and {free / 2**20:.1f} MiB are free. Make room, keep "
-                "fewer snapshots (snapshots.keep), or give another run_dir"
+                f"{self.root}: a snapshot takes {needed / 2**20:.1f} MiB, {_SPARE_BYTES >> 20} of them in reserve, and "
+                f"{math.floor(free / 2**20 * 10) / 10} MiB are free. Keep fewer snapshots (snapshots.keep), or give another "
+                "run_dir."
             )
 
     def _check_complete(self, directory: epath.Path, large: Mapping[str, Any]) -> None:

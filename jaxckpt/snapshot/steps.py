@@ -41,6 +41,11 @@ def step_path(root: epath.Path, step: int) -> epath.Path:
     return root / f"step_{step:010d}"
 
 
+def is_step(name: str) -> bool:
+    """Whether `name` is that of a step's directory."""
+    return _STEP.fullmatch(name) is not None
+
+
 def committed_steps(root: epath.Path) -> list[int]:
     """Steps with their mark, oldest first; never the one that is being written. One listing."""
     names = _names(root)
