@@ -2,7 +2,6 @@
 
 import logging
 import math
-import math
 import os
 import sys
 import threading
