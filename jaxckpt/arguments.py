@@ -1,5 +1,6 @@
 """The arguments of `Run`, checked at once and in the user's words, before JAX meets them."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxckpt.errors import ConfigError
+from jaxckpt.errors import ConfigError, PlanError
 from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.plan import Placement
 
@@ -31,6 +32,16 @@ def check_arguments(given: Mapping[str, Any], *, allowed_keys: frozenset[str] | 
         problems.append(f"allow_changed names {unknown}; there are {sorted(allowed_keys)}")
     if problems:
         raise ConfigError("\n".join(["the arguments of Run cannot be used:", *(f"  {p}" for p in problems)]))
+
+
+def check_microbatches(mesh: Mesh, global_batch: int, accumulation_steps: int) -> None:
+    """Raises PlanError where the devices cannot share each microbatch evenly."""
+    shards = math.prod(mesh.shape[a] for a in ("data", "fsdp") if a in mesh.shape)
+    if global_batch % (shards * accumulation_steps):
+        raise PlanError(
+            f"a batch of {global_batch} cannot be cut into {accumulation_steps} microbatches over {shards} devices "
+            f"(mesh axes data and fsdp); it must be a multiple of {shards * accumulation_steps}"
+        )
 
 
 def _if(is_good: Any, what: str) -> Any:

@@ -1,7 +1,6 @@
 """A run: restore or initialise, then train. The only place with a training loop."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,12 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxckpt import exactness
-from jaxckpt.arguments import check_arguments
+from jaxckpt.arguments import check_arguments, check_microbatches
 from jaxckpt.beginning import Beginning
 from jaxckpt.data.batches import BatchStream
 from jaxckpt.distributed import watch
 from jaxckpt.distributed.sync import Agreement, Group
-from jaxckpt.errors import ConfigError, NonFiniteError, PlanError
+from jaxckpt.errors import ConfigError, NonFiniteError
+from jaxckpt.evaluation import Evaluation
 from jaxckpt.observe.metrics import MetricsFile
 from jaxckpt.observe.phases import Phases
 from jaxckpt.observe.report import Report, make_report, metrics_line
@@ -104,7 +104,6 @@ class Run:
         self._training: dict[str, Any] = dict(zip(_TRAINING, settings, strict=True))
         self._config, self._allow_changed = config, tuple(allow_changed)
         self._nonfinite = nonfinite
-        self._eval_every, self._eval_batches = eval_every, eval_batches
         self._group = Group(timeout_s=timeout_s)
 
         rows = batch_sharding(self.mesh)
@@ -113,12 +112,8 @@ class Run:
                 data, global_batch=global_batch, sharding=rows, fingerprint=data_fingerprint, num_threads=num_threads
             )
             self._stream.fingerprint = data_fingerprint or self._stream.probe()
-            self._held_out = None
-            if eval_every is not None:
-                self._eval_batches = max(1, min(eval_batches, len(held_out) // global_batch))
-                self._held_out = BatchStream(held_out, global_batch=global_batch, sharding=rows, fingerprint="held out")
             batch = self._stream.batch_struct()
-        self._check_accumulation(global_batch, accumulation_steps)
+        check_microbatches(self.mesh, global_batch, accumulation_steps)
         with self.phases.phase("plan"):
             parts, abstract, init = take_apart(model, optimizer, seed=seed, compute_dtype=compute_dtype)
             self.plan = make_plan(abstract, self.mesh, rules=rules, annotations=parts.annotations, placement=placement)
@@ -139,7 +134,11 @@ class Run:
             gathered=gathered,
         )
         self._program = Program(step_fn, self.plan, batch, phases=self.phases, is_kept=snapshots is not None)
-        self._eval_fn = make_eval_step(parts, loss, self.plan, batch, gathered=gathered)
+        self._evaluation: Evaluation | None = None
+        if eval_every is not None:
+            eval_fn = make_eval_step(parts, loss, self.plan, batch, gathered=gathered)
+            counts = {"every": eval_every, "batches": eval_batches, "global_batch": global_batch}
+            self._evaluation = Evaluation(held_out, eval_fn, sharding=rows, **counts)
         self._metrics: MetricsFile | None = None
         self._watch: watch.Watch | None = None
         self._clock = 0.0
@@ -230,8 +229,8 @@ class Run:
                 stack.callback(self._metrics.close)
             if self.snapshots:
                 stack.callback(self.snapshots.wait)  # the save that is under way still needs the file of metrics
-            if self._held_out:
-                stack.callback(self._held_out.close)
+            if self._evaluation:
+                stack.callback(self._evaluation.close)
             stack.callback(self._stream.close)
             stack.callback(self._program.close)
 
@@ -272,7 +271,7 @@ class Run:
 
                 last = agreement.agreed_step(self.step, should_stop())
                 is_last = self.step >= until or (last is not None and self.step >= last)
-                is_eval = self._eval_every is not None and self.step % self._eval_every == 0
+                is_eval = self._evaluation is not None and self._evaluation.is_due(self.step)
                 is_save = self.snapshots is not None and (is_last or self._is_save_due(self.snapshots))
                 is_due = is_last or is_eval or is_save
                 reports = []
@@ -310,16 +309,9 @@ class Run:
 
     def evaluate(self) -> float:
         """The mean loss over the targets of the held-out batches; always the same batches, and no change to training."""
-        if self._held_out is None or self.state is None:
+        if self._evaluation is None or self.state is None:
             raise ConfigError("evaluation needs held_out data, eval_every and a state (open the run first)")
-        self._held_out.restore({**self._held_out.state(), "next_example": 0})
-        sums = [
-            self._eval_fn(self.state.params, self.state.model_state, next(self._held_out))
-            for _ in range(self._eval_batches)
-        ]
-        self._held_out.close()
-        totals, counts = zip(*jax.device_get(sums), strict=True)
-        return math.fsum(float(t) for t in totals) / (math.fsum(float(c) for c in counts) or 1.0)
+        return self._evaluation.loss(self.state)
 
     # ------------------------------------------------------------------------------------------ one step's parts
 
@@ -434,14 +426,6 @@ class Run:
             here = {**environment(), "mesh": dict(self.mesh.shape), "placement": asdict(self._placement)}
             is_hint = self._beginning.is_compared_by_config(meta)
             self._program.check(meta, here, self._allow_changed, is_hint=is_hint)
-
-    def _check_accumulation(self, global_batch: int, accumulation_steps: int) -> None:
-        shards = math.prod(self.mesh.shape[a] for a in ("data", "fsdp") if a in self.mesh.shape)
-        if accumulation_steps < 1 or global_batch % (shards * accumulation_steps):
-            raise PlanError(
-                f"a batch of {global_batch} cannot be cut into {accumulation_steps} microbatches over {shards} devices "
-                f"(mesh axes data and fsdp); it must be a multiple of {shards * max(accumulation_steps, 1)}"
-            )
 
 
 @dataclass(frozen=True)
