@@ -21,7 +21,7 @@ from orbax.checkpoint._src.serialization import types as serialization_types
 
 from jaxckpt.errors import DamagedSnapshot, SnapshotError
 from jaxckpt.snapshot.orbax_seam import TMP_SUFFIX as TMP_SUFFIX
-from jaxckpt.snapshot.orbax_seam import Directory, Listener, mover
+from jaxckpt.snapshot.orbax_seam import Directory, mover
 from jaxckpt.state import tree
 
 # Orbax warns of the first two at every save; both are what we ask for. The third tells of an error that is raised, too.
@@ -74,12 +74,10 @@ def load_state(
     *,
     timeout_s: float,
     restore_bytes: int | None = None,
-    on_leaf: Listener | None = None,
 ) -> dict[str, jax.Array]:
     """The arrays of `directory` that `target` names, each made straight in its sharding and memory kind there.
 
     Leaves that `target` leaves out are not read. `restore_bytes` bounds what is read and not yet handed to JAX.
-    `on_leaf(path, array)` is called for every leaf, as soon as it is there, from any thread.
 
     Raises DamagedSnapshot where the bytes are not what was saved, SnapshotError where a leaf is not stored.
     """
@@ -89,18 +87,11 @@ def load_state(
     context.pytree.loading.partial_load = True
     if restore_bytes is not None:
         context.memory.read_concurrent_bytes = max(restore_bytes, _largest_read(directory, plain) + 1)
-    seen: set[str] = set()
-
-    names = {array_name(path): path for path in target if path not in keys}
-
-    def ready(name: str, x: jax.Array) -> None:
-        if on_leaf is not None and (path := names.get(name)) is not None:
-            on_leaf(path, x)
-            seen.add(path)
-
     try:
-        with mover().reading(directory, ready), context:
+        with mover().reading(directory, {array_name(p): x for p, x in plain.items()}) as errors, context:
             loaded = ocp.load_checkpointables(epath.Path(directory), {"state": tree.nest(plain)})["state"]
+        if errors:
+            raise next((e for e in errors if isinstance(e, DamagedSnapshot)), errors[0])
     except Exception as e:
         clearer = _clearer(e)
         if clearer is e:
@@ -112,11 +103,7 @@ def load_state(
             f"{directory}: the snapshot does not hold these leaves: {', '.join(missing)}. Ask only for those that its "
             "meta/data.json lists."
         )
-    result = {path: _as_key(arrays[path], keys[path]) if path in keys else arrays[path] for path in target}
-    if on_leaf is not None:
-        for path in result.keys() - seen:
-            on_leaf(path, result[path])
-    return result
+    return {path: _as_key(arrays[path], keys[path]) if path in keys else arrays[path] for path in target}
 
 
 def read_json(directory: Directory, item: str) -> Any:

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -58,13 +58,18 @@ PROBE = "probe"
 log = logging.getLogger("jaxckpt")
 
 Directory = str | os.PathLike[str]
-Listener = Callable[[str, jax.Array], None]
 
 
 @functools.cache
 def mover() -> "Mover":
     """The one of this process, as Orbax's functions are; the first call puts it in their place."""
     return Mover()
+
+
+@dataclass
+class _Reading:
+    target: Mapping[str, jax.ShapeDtypeStruct]
+    errors: list[Exception] = field(default_factory=list)
 
 
 @dataclass
@@ -80,7 +85,7 @@ class Mover:
     def __init__(self) -> None:
         self.counters, self.workers = Counters(), Workers()
         self._writing: dict[str, str] = {}  # {parent of a directory that is being written: its path}
-        self._reading: dict[str, Listener] = {}
+        self._reading: dict[str, _Reading] = {}
         self._batches: dict[asyncio.AbstractEventLoop, _Batch] = {}
         self._trusted: dict[int, bool] = {}  # {number of a file system: whether the self-test passed there}
         store_checked_chunks(self._is_ours)
@@ -98,13 +103,17 @@ class Mover:
         self.is_trusted(parent)  # now, and not in the middle of the save
 
     @contextmanager
-    def reading(self, directory: Directory, listener: Listener) -> Iterator[None]:
-        """Looks after the arrays that are read from `directory` meanwhile, and tells `listener` of each."""
+    def reading(self, directory: Directory, target: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[Exception]]:
+        """Looks after the arrays that are read from `directory` meanwhile; `target` by the name of an array's directory.
+
+        An array that cannot be read is an error in the list, and zeros take its place: if one process left Orbax with an
+        error, the others would wait in it for that one.
+        """
         root = os.fspath(directory)
-        self._reading[root] = listener
+        self._reading[root] = reading = _Reading(target)
         self.is_trusted(os.path.dirname(root))
         try:
-            yield
+            yield reading.errors
         finally:
             del self._reading[root]
 
@@ -171,29 +180,32 @@ class Mover:
     ) -> tuple[jax.Array, int]:
         """In place of Orbax's async_deserialize: the array, and the bytes of it in this process."""
         root = _file_path(tensorstore_spec)
-        listener = next((f for ours, f in self._reading.items() if _lies_in(root, ours)), None)
+        reading = next((reading for ours, reading in self._reading.items() if _lies_in(root, ours)), None)
         layout = None
-        if listener is not None and isinstance(user_sharding, jax.sharding.Sharding) and self.is_trusted(root):
-            layout = direct.read_layout(root)
-        async with self._batch():
-            if (
-                layout is None
-                or not user_sharding.addressable_devices
-                or (global_shape is not None and tuple(global_shape) != layout.shape)
-                or (dtype is not None and jnp.dtype(dtype) != layout.dtype)
-            ):
-                result = await self._read(
-                    user_sharding, tensorstore_spec, global_shape, dtype, byte_limiter=byte_limiter,
-                    context=context, assume_metadata=assume_metadata, strict=strict,
-                )  # fmt: skip
-            else:
+        try:
+            async with self._batch():
+                if reading is not None and isinstance(user_sharding, jax.sharding.Sharding) and self.is_trusted(root):
+                    layout = direct.read_layout(root)
+                if (
+                    layout is None
+                    or not user_sharding.addressable_devices
+                    or (global_shape is not None and tuple(global_shape) != layout.shape)
+                    or (dtype is not None and jnp.dtype(dtype) != layout.dtype)
+                ):
+                    return await self._read(
+                        user_sharding, tensorstore_spec, global_shape, dtype, byte_limiter=byte_limiter,
+                        context=context, assume_metadata=assume_metadata, strict=strict,
+                    )  # fmt: skip
                 most_bytes = getattr(byte_limiter, "max_bytes", math.inf)
-                result = await direct_arrays.read_array(
+                return await direct_arrays.read_array(
                     root, layout, user_sharding, self.workers, _reserve(byte_limiter), self.counters, most_bytes
                 )
-            if listener is not None:
-                listener(os.path.basename(root), result[0])
-        return result
+        except Exception as e:
+            target = reading.target.get(os.path.basename(root)) if reading is not None else None
+            if reading is None or target is None:
+                raise
+            reading.errors.append(e)
+            return _zeros(target), 0
 
     @asynccontextmanager
     async def _batch(self) -> AsyncIterator["_Batch"]:
@@ -234,7 +246,7 @@ class Mover:
         )  # fmt: skip
         before = (self.counters.files_written, self.counters.files_read)
         self._writing[scratch] = os.path.join(scratch, "step")
-        self._reading[path] = lambda *_: None
+        self._reading[path] = _Reading({})
         try:
             (on_host,) = replica_slices.transfer_arrays_to_host([x], 0, False)
             spec = tensorstore_utils.build_array_write_spec(
@@ -261,6 +273,14 @@ class Mover:
         assert moved[0] == len(devices) and moved[1] >= len(devices), f"Orbax did not use it: {moved} files"
         assert np.array_equal(found, a), "tensorstore reads other values than were written"
         assert np.array_equal(loaded, a), "other values are read than were written"
+
+
+def _zeros(target: jax.ShapeDtypeStruct) -> jax.Array:
+    assert target.sharding is not None, "a restore says where each array goes"
+    part = lambda index: np.zeros(
+        [len(range(*s.indices(n))) for s, n in zip(index, target.shape, strict=True)], target.dtype
+    )
+    return jax.make_array_from_callback(target.shape, target.sharding, part)
 
 
 def store_checked_chunks(is_ours: Callable[[str], bool]) -> None:

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt.distributed.sync import Group
+from jaxckpt.errors import DamagedSnapshot
 from jaxckpt.snapshot.leaves import leaf_table
 from jaxckpt.snapshot.manifest import FORMAT
 from jaxckpt.snapshot.restore import Snapshot
@@ -92,7 +93,11 @@ with Snapshots(RUN_DIR, timeout_s=60) as snapshots:
         read, _ = own_bytes()
         peak = Peak()
         peak.start()
-        state = snapshots.restore(5, plan).state
+        try:
+            state = snapshots.restore(5, plan).state
+        except DamagedSnapshot as e:
+            print(json.dumps({"damage": str(e)}), flush=True)
+            sys.exit(0)
         jax.block_until_ready(state)
         peak.ended = True
         shards = state.params["kernel"].addressable_shards

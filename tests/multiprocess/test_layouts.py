@@ -63,3 +63,15 @@ def test_a_restore_on_another_mesh_is_exact_and_reads_only_what_it_holds(saved, 
         # The metadata, and where an array is cut across its chunks the ends of chunks that lie in both halves.
         assert answer["read"] <= 1.1 * answer["distinct"] + 2 * MIB, answers
         assert answer["peak"] <= answer["held"] + SPARE, answers
+
+
+def test_damage_that_one_process_meets_is_told_alike_on_all(tmp_path):
+    layout = {"processes": 2, "devices": 1, "axes": {"fsdp": 2}, "spec": ["fsdp", None]}
+    run("save", tmp_path, **layout)
+    file = tmp_path / "snapshots/step_0000000005/state/params.kernel/c/1/0"  # the second process's half
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+    said = [answer["damage"] for answer in run("restore", tmp_path, **layout)]
+    assert said[0] == said[1]
+    assert "process 1" in said[0] and "params.kernel/c/1/0" in said[0] and "process 0" not in said[0]
