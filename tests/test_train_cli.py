@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 from jaxckpt import read_metrics
-from jaxckpt.snapshot.steps import committed_steps, step_path
+from jaxckpt.snapshot.steps import commit, committed_steps, step_path
 from runs import ROOT, assert_same_run, command, finish, signal_after, start, steps_done, train, wait_for
 
 OWN = ["--config", "tests/own_model.yaml"]
@@ -141,10 +142,21 @@ def test_changes_that_do_not_alter_training_and_allowed_ones_are_accepted(tmp_pa
     assert [round(line["lr"], 6) for line in lines] == [0.1] * 6 + [0.2] * 2
 
 
+def write_as_format(number: int, root: epath.Path, step: int) -> None:
+    """Makes a step what a jaxckpt of another format would have saved: its meta says so, and all vouch for it."""
+    directory = step_path(root, step)
+    (directory / "meta/data.json").write_text(
+        json.dumps({**json.loads((directory / "meta/data.json").read_text()), "format": number})
+    )
+    manifest = json.loads((directory / "manifest.json").read_text())
+    said = (directory / "meta/data.json").read_bytes()
+    manifest["files"]["meta/data.json"] = {"bytes": len(said), "sha256": hashlib.sha256(said).hexdigest()}
+    commit(root, step, manifest=json.dumps({**manifest, "format": number}), metrics={})
+
+
 def test_a_snapshot_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     run_own(tmp_path, "steps=4")
-    path = step_path(tmp_path / "snapshots", 4) / "meta" / "data.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    write_as_format(99, epath.Path(tmp_path / "snapshots"), 4)
     before = contents(tmp_path)
     refused(run_own(tmp_path, "steps=8", expect=2), "format 99", "Update jaxckpt")
     assert contents(tmp_path) == before
