@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt.state.fingerprint import PACK, PartialFingerprint, combine, fingerprint, np_fingerprint, to_hex
+from jaxckpt.state.fingerprint import (
+    PACK,
+    PartialFingerprint,
+    combine,
+    fingerprint,
+    np_fingerprint,
+    np_fingerprints,
+    to_hex,
+)
 from tiny import mesh_of
 
 DTYPES = [
@@ -43,6 +51,18 @@ def random_bits(shape, dtype, seed=0):
 def test_jit_and_numpy_agree_for_every_dtype(shape):
     arrays = {name: random_bits(shape, dtype_of(name)) for name in DTYPES}
     found = jax.jit(lambda xs: {name: fingerprint(x) for name, x in xs.items()})(arrays)
+    assert {n: to_hex(f) for n, f in found.items()} == {n: to_hex(np_fingerprint(a)) for n, a in arrays.items()}
+
+
+def test_many_at_once_are_each_as_one_alone():
+    arrays = {
+        f"{name}{shape}{seed}": random_bits(shape, dtype_of(name), seed)
+        for name in DTYPES
+        for shape in SHAPES
+        for seed in range(3)
+    }
+    arrays["large"] = random_bits((300, 1000), np.dtype(np.float32))
+    found = np_fingerprints(arrays)
     assert {n: to_hex(f) for n, f in found.items()} == {n: to_hex(np_fingerprint(a)) for n, a in arrays.items()}
 
 

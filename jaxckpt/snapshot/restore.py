@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from jaxckpt.distributed.sync import Group
@@ -169,14 +168,11 @@ def _read_packed(
         host = packing.unpack(packed, manifest["packed"], small)
     except (KeyError, ValueError) as e:
         raise DamagedSnapshot(f"{directory}: the packed leaves do not fit the manifest: {e}") from e
-    wrong = [p for p, x in host.items() if _np_hex(x) != manifest["fingerprints"].get(p)]
+    found = fingerprint.np_fingerprints(host)
+    wrong = [p for p, x in found.items() if fingerprint.to_hex(x) != manifest["fingerprints"].get(p)]
     if wrong:
         raise DamagedSnapshot(f"{directory}: leaves {wrong[:10]} hold other bits than were saved (fingerprint)")
     return packing.to_devices(host, small)
-
-
-def _np_hex(x: np.ndarray) -> str:
-    return fingerprint.to_hex(fingerprint.np_fingerprint(x))
 
 
 def _raise_alike(directory: epath.Path, errors: Mapping[int, str]) -> None:

@@ -183,7 +183,7 @@ class Snapshots:
 
         def commit() -> None:
             self._check_complete(directory, large)
-            text = manifest.describe(directory, step=step, fingerprints=_hex({**fingerprints, **host}), packed=table)
+            text = manifest.describe(directory, step=step, fingerprints=_hex(fingerprints, host), packed=table)
             before_commit()
             if self._lock is not None:
                 self._lock.check()
@@ -322,9 +322,6 @@ def _metrics_of(root: epath.Path, step: int) -> dict[str, float | None]:
         return {}  # told when the step is restored or verified
 
 
-def _hex(values: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
-    """Fingerprints as text: of device arrays they are given, of host arrays they are computed."""
-    return {
-        path: fingerprint.to_hex(fingerprint.np_fingerprint(x) if isinstance(x, np.ndarray) else x)
-        for path, x in values.items()
-    }
+def _hex(given: Mapping[str, jax.Array], host: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Fingerprints as text: those of device arrays, which are `given`, and those of arrays in memory."""
+    return {path: fingerprint.to_hex(x) for path, x in {**given, **fingerprint.np_fingerprints(host)}.items()}

@@ -24,6 +24,7 @@ from jaxckpt.state.np_fingerprint import PACK as PACK
 from jaxckpt.state.np_fingerprint import PartialFingerprint as PartialFingerprint
 from jaxckpt.state.np_fingerprint import bits_of, is_packed, salts
 from jaxckpt.state.np_fingerprint import np_fingerprint as np_fingerprint
+from jaxckpt.state.np_fingerprint import np_fingerprints as np_fingerprints
 from jaxckpt.state.np_fingerprint import to_hex as to_hex
 
 
