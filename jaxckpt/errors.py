@@ -43,3 +43,9 @@ class NonFiniteError(JaxckptError):
     """The loss, a gradient or the state is no longer finite."""
 
     exit_code = 1
+
+
+def listed(problems: list[str]) -> str:
+    """A line each, indented; a long list is cut with the number of what is left out."""
+    left = len(problems) - 20
+    return "\n".join(f"  {p}" for p in problems[:20] + ([f"... and {left} more"] if left > 0 else []))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxckpt.errors import SnapshotError
+from jaxckpt.errors import SnapshotError, listed
 from jaxckpt.snapshot.shards import array_directory as array_directory
 from jaxckpt.state import tree
 from jaxckpt.state.train_state import TrainState, narrow
@@ -44,10 +44,9 @@ def check_leaves(directory: PurePath, stored: dict[str, Any], wanted: dict[str, 
                     f"leaf {path!r} has {key} {stored[path][key]} in the snapshot and {wanted[path][key]} in this model"
                 )
     if problems:
-        shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
         raise SnapshotError(
             f"{directory} is a snapshot of another model or optimizer:\n"
-            + "\n".join(f"  {p}" for p in shown)
+            + listed(problems)
             + "\nUse the model and optimizer that it was made with (`python -m jaxckpt inspect` shows them), or start a new "
             "run_dir."
         )

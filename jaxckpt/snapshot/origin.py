@@ -10,7 +10,7 @@ import jax
 from etils import epath
 
 from jaxckpt.distributed.sync import Group
-from jaxckpt.errors import SnapshotError
+from jaxckpt.errors import SnapshotError, listed
 from jaxckpt.snapshot import restore
 from jaxckpt.snapshot.leaves import leaf_table, stored_leaves
 from jaxckpt.snapshot.locate import Located, locate
@@ -45,10 +45,9 @@ class Origin:
             if there != here:
                 problems.append(f"leaf {path!r} is {there} in the snapshot; this model has {here}")
         if problems:
-            shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
             raise SnapshotError(
                 f"restore_from {self.path}: the leaves that restore_paths names cannot be taken:\n"
-                + "\n".join(f"  {p}" for p in shown)
+                + listed(problems)
                 + "\nGive patterns that leave these out, or the model of that run (python -m jaxckpt inspect shows it)."
             )
         target = {path: x for path, x in stored_leaves(plan).items() if path in taken}

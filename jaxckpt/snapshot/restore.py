@@ -10,7 +10,7 @@ import jax
 from etils import epath
 
 from jaxckpt.distributed.sync import Group
-from jaxckpt.errors import DamagedSnapshot, JaxckptError, SnapshotError
+from jaxckpt.errors import DamagedSnapshot, JaxckptError, SnapshotError, listed
 from jaxckpt.snapshot import orbax_io, packing, shards, steps
 from jaxckpt.snapshot.environment import version
 from jaxckpt.snapshot.leaves import check_leaves, from_words, leaf_table, stored_leaves, to_state, words
@@ -124,8 +124,7 @@ def read_leaves(
 
 
 def damaged(directory: epath.Path, problems: list[str]) -> DamagedSnapshot:
-    shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
-    return DamagedSnapshot(f"{directory} is damaged:\n" + "\n".join(f"  {p}" for p in shown))
+    return DamagedSnapshot(f"{directory} is damaged:\n{listed(problems)}")
 
 
 def root_cause(error: BaseException) -> str:
