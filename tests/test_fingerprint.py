@@ -62,6 +62,7 @@ def test_many_at_once_are_each_as_one_alone():
         for seed in range(3)
     }
     arrays["large"] = random_bits((300, 1000), np.dtype(np.float32))
+    arrays |= {f"in turns {i}": random_bits((64, 1024), np.dtype(np.float32), i) for i in range(5)}
     found = np_fingerprints(arrays)
     assert {n: to_hex(f) for n, f in found.items()} == {n: to_hex(np_fingerprint(a)) for n, a in arrays.items()}
 

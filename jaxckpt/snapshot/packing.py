@@ -73,7 +73,7 @@ def unpack(packed: np.ndarray, table: Mapping[str, Any], like: Mapping[str, Any]
 def to_devices(arrays: Mapping[str, np.ndarray], target: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays in the shardings of `target`; no process waits for another."""
     if jax.process_count() == 1:
-        copies = [arrays[path].copy() for path in target]  # a device array may be a view of what it was made of
+        copies = [arrays[path].copy() for path in target]  # a view would keep the whole of `packed` alive
         return dict(zip(target, jax.device_put(copies, [x.sharding for x in target.values()]), strict=True))
     return {
         path: jax.make_array_from_callback(x.shape, x.sharding, lambda index, a=arrays[path]: a[index].copy())
