@@ -419,6 +419,7 @@ class Run:
         agreement = Agreement()
         is_unwanted = lambda: agreement.agreed_step(self.step - 3, should_stop()) is not None
         self._is_compiled = self._program.wait(is_unwanted)
+        is_unwanted()  # asked once at least: the compiler may have been done before the restore was
         self._group.barrier("compile the step")
         self.stopped = agreement.agreed_step(self.step - 3, False) is not None
         meta = self._resumed_meta

@@ -75,6 +75,8 @@ def train(config: "RunConfig", *, allow_changed: list[str] | tuple[str, ...], st
     """Runs `config` to its end or to a stop request; the exit code."""
     # One of several processes goes on until all can agree to stop, in `open` or after a step.
     is_alone = (config.distributed.num_processes or 1) == 1
+    if not is_alone:
+        stop.consequence = "stopping where all processes can: before the first step, or after a saved one"
     unopened = f"{config.run_dir}: stopped before the run was opened; what was saved before is untouched"
     if stop and is_alone:
         print(unopened, flush=True)

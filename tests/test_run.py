@@ -76,6 +76,14 @@ def test_a_stop_request_ends_after_a_saved_step_and_training_goes_on_after_it(st
         assert list(run.train(7)) == []
 
 
+def test_a_stop_request_that_comes_after_the_compiler_is_done_still_stops_before_the_first_step(tmp_path):
+    with make_run(tmp_path) as run:
+        run._program.start()
+        assert run._program.wait(lambda: False)
+        assert list(run.train(7, should_stop=lambda: True)) == [] and run.stopped and run.step == 0
+        assert len(list(run.train(2))) == 2 and not run.stopped
+
+
 def test_a_loop_that_is_left_early_loses_no_line_and_no_step(straight, tmp_path):
     with make_run(tmp_path, every=100) as run:
         for report in run.train(7):
