@@ -9,7 +9,7 @@ import jax
 from etils import epath
 
 from jaxckpt import exactness
-from jaxckpt.data.batches import BatchStream
+from jaxckpt.data.stream import BatchStream
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot
 from jaxckpt.observe.phases import Phases
@@ -22,6 +22,9 @@ from jaxckpt.state.plan import shardings
 from jaxckpt.state.train_state import TrainState
 
 log = logging.getLogger("jaxckpt")
+
+_NO_CHANGE_OF_DATA = {"data.batch_size", "data.weights", "data.weights_schedule", "data.skip"}
+"""keys whose change leaves every example as it is"""
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,7 @@ class Beginning:
             )
             self.stream.restore(self._accepted_data(snapshot.data))
             if snapshot.data == self.stream.state():  # unless another data or batch size was allowed by name
-                start = snapshot.data["next_example"] - self.stream.global_batch
-                exactness.check_batch(self.stream, start, step=step, digest=snapshot.meta["batch_digest"])
+                exactness.check_batch(self.stream, step=step, digest=snapshot.meta["batch_digest"])
         return Begun(snapshot.state, step, meta)
 
     def _branch_off(self, origin: Origin, start_compiling: Callable[[int], None]) -> Begun:
@@ -131,6 +133,6 @@ class Beginning:
         return {"timeout_s": self.snapshots.timeout_s, "restore_bytes": self.snapshots.restore_bytes}
 
     def _accepted_data(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The data position, under the present data's fingerprint where a change of data was allowed by name."""
-        names = {key.partition(".")[0] for key in self.allow_changed}
-        return {**state, "fingerprint": self.stream.fingerprint} if names & {"data", "seed"} else state
+        """The data position, under the present data's identity where a change of data was allowed by name."""
+        names = {n for n in self.allow_changed if n.partition(".")[0] in ("data", "seed")} - _NO_CHANGE_OF_DATA
+        return {**state, "identity": dict(self.stream.identity)} if names else state

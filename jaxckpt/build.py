@@ -4,6 +4,8 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt import config as cf
-from jaxckpt.data.tokens import Tokenizer, load_text, load_tokenizer, make_token_datasets
+from jaxckpt.data.randomized import Randomized
+from jaxckpt.data.stores import make_store_datasets
+from jaxckpt.data.tokens import load_text, load_tokenizer, make_token_datasets
 from jaxckpt.distributed.start import join, use_cpu_devices
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import ConfigError
@@ -106,14 +110,14 @@ def _build(config: cf.RunConfig, snapshots: Snapshots, allow_changed: Sequence[s
     mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     with phases.phase("data"):
         data = _data(config)
-    model, loss, rules = _model(config, data.get("tokenizer"), tensor=mesh.shape["tensor"])
+    model, loss, rules = _model(config, data.vocab_size, tensor=mesh.shape["tensor"])
     schedule = _schedule(config)
     dtype = config.model.compute_dtype
     return Run(
         model=model,
         loss=loss,
         optimizer=_optimizer(config.optimizer, schedule),
-        data=data["train"],
+        data=data.train,
         global_batch=config.data.batch_size,
         seed=config.seed,
         mesh=mesh,
@@ -124,14 +128,15 @@ def _build(config: cf.RunConfig, snapshots: Snapshots, allow_changed: Sequence[s
         max_grad_norm=config.optimizer.max_grad_norm,
         nonfinite=config.optimizer.nonfinite,
         lr=schedule,
-        held_out=data["held_out"],
+        held_out=data.held_out,
         eval_every=config.eval.every,
         eval_batches=config.eval.batches,
         snapshots=snapshots,
         resume=config.resume,
         restore_from=config.restore_from,
         restore_paths=config.restore_paths,
-        data_fingerprint=data["fingerprint"],
+        data_identity=data.identity,
+        skip=config.data.skip,
         num_threads=config.data.num_threads,
         config=cf.to_dict(config),
         allow_changed=allow_changed,
@@ -140,31 +145,59 @@ def _build(config: cf.RunConfig, snapshots: Snapshots, allow_changed: Sequence[s
     )
 
 
-def _data(config: cf.RunConfig) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Data:
+    train: Any
+    held_out: Any
+    identity: Mapping[str, Any] | None = None
+    vocab_size: int | None = None
+
+
+def _data(config: cf.RunConfig) -> _Data:
     data = config.data
     if isinstance(data, cf.ImportData):
         train = import_target("data.target", data.target)(**data.args)
         held_out = import_target("data.held_out", data.held_out)(**data.args) if data.held_out else None
-        return {"train": train, "held_out": held_out, "fingerprint": ""}
+        return _Data(train, held_out)
+    if isinstance(data, cf.StoreData):
+        return _store_data(data, config.seed)
     tokenizer = load_tokenizer(data.tokenizer)
     sets = make_token_datasets(
         load_text(data.files), tokenizer, seq_len=data.seq_len, holdout=data.holdout, seed=config.seed
     )
-    held_out = sets.held_out if len(sets.held_out) else None
-    return {"train": sets.train, "held_out": held_out, "fingerprint": sets.fingerprint, "tokenizer": tokenizer}
+    return _Data(sets.train, sets.held_out if len(sets.held_out) else None, sets.identity, tokenizer.vocab_size)
 
 
-def _model(config: cf.RunConfig, tokenizer: Tokenizer | None, *, tensor: int) -> tuple[Any, Any, Any]:
-    """(model builder, loss, sharding rules)."""
+def _store_data(data: cf.StoreData, seed: int) -> _Data:
+    sets = make_store_datasets(
+        data.stores,
+        seq_len=data.seq_len,
+        seed=seed,
+        rows=data.rows,
+        long_documents=data.long_documents,
+        weights=data.weights,
+        schedule=[(step - 1, weights) for step, weights in data.weights_schedule],
+        held_out=data.held_out,
+    )
+    train, identity = sets.train, sets.identity
+    if data.transform is not None:
+        transform = import_target("data.transform", data.transform)
+        train = Randomized(train, partial(transform, **data.transform_args), seed=seed)
+        identity = {**identity, "transform": [data.transform, data.transform_args]}
+    return _Data(train, sets.held_out, identity, sets.vocab_size)
+
+
+def _model(config: cf.RunConfig, tokens: int | None, *, tensor: int) -> tuple[Any, Any, Any]:
+    """(model builder, loss, sharding rules); `tokens` is the size of the data's vocabulary, where it is known."""
     section = config.model
     if isinstance(section, cf.ImportModel):
         make, args = import_target("model.target", section.target), section.args
         return lambda rngs: make(rngs=rngs, **args), import_target("model.loss", section.loss), ()
-    vocab_size = section.vocab_size or (tokenizer.vocab_size if tokenizer else None)
-    if vocab_size is None or (tokenizer and vocab_size < tokenizer.vocab_size):
+    vocab_size = section.vocab_size or tokens
+    if vocab_size is None or (tokens is not None and vocab_size < tokens):
         raise ConfigError(
-            f"model.vocab_size: {vocab_size} is less than the {tokenizer.vocab_size if tokenizer else '?'} tokens of "
-            "data.tokenizer; raise it, or leave it out to take the tokenizer's"
+            f"model.vocab_size: {vocab_size} is less than the {tokens} tokens of the data's tokenizer; raise it, or leave it "
+            "out to take the tokenizer's"
         )
     fields = section.model_dump(exclude={"name", "compute_dtype", "vocab_size", "rope_scaling", "num_kv_heads"})
     scaling = llama.RopeScaling(**section.rope_scaling.model_dump()) if section.rope_scaling else None

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxckpt.data.batches import BatchStream
+from jaxckpt.data.stream import BatchStream
 from jaxckpt.state.train_state import TrainState
 
 
@@ -18,14 +18,14 @@ class Evaluation:
     ) -> None:
         self._eval_fn, self._every = eval_fn, every
         self._batches = max(1, min(batches, len(held_out) // global_batch))
-        self._stream = BatchStream(held_out, global_batch=global_batch, sharding=sharding, fingerprint="held out")
+        self._stream = BatchStream(held_out, global_batch=global_batch, sharding=sharding, identity={})
 
     def is_due(self, step: int) -> bool:
         return step % self._every == 0
 
     def loss(self, state: TrainState) -> float:
         """The mean over the targets of all batches."""
-        self._stream.restore({**self._stream.state(), "next_example": 0})
+        self._stream.rewind()
         sums = [self._eval_fn(state.params, state.model_state, next(self._stream)) for _ in range(self._batches)]
         self._stream.close()
         totals, counts = zip(*jax.device_get(sums), strict=True)

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxckpt.data.batches import BatchStream, check_reproducible
+from jaxckpt.data.reproducible import check_reproducible
+from jaxckpt.data.stream import BatchStream
 from jaxckpt.errors import SnapshotError
 from jaxckpt.state.fingerprint import combine, np_fingerprint, to_hex
 
@@ -31,14 +32,14 @@ def check_settings(run_dir: Any, stored: Mapping[str, Any], given: Mapping[str, 
         )
 
 
-def check_batch(stream: BatchStream, start: int, *, step: int, digest: str) -> None:
-    """The batch that begins at example `start`, made again, must be the one that `step` was trained on.
+def check_batch(stream: BatchStream, *, step: int, digest: str) -> None:
+    """The last batch that was handed out, made again, must be the one that `step` was trained on.
 
-    In a run of several processes none has the whole batch, and the data's own fingerprint must do.
+    In a run of several processes none has the whole batch, and the data's own identity must do.
     """
     if jax.process_count() > 1:
         return
-    leaves = jax.tree.leaves(stream.batch_at(start))
+    leaves = jax.tree.leaves(stream.batch_at(stream.batches - 1))
     again = to_hex(combine([jax.numpy.asarray(np_fingerprint(x)) for x in leaves]))
     if again != digest:
         raise SnapshotError(
@@ -55,9 +56,8 @@ def check_before_first_save(
 
     The batch just trained on is built again, so this comes before the next one is drawn.
     """
-    start = stream.state()["next_example"] - stream.global_batch
-    warning = check_reproducible(stream, start)
-    check_batch(stream, start, step=step, digest=digest)
+    warning = check_reproducible(stream, stream.batches - 1)
+    check_batch(stream, step=step, digest=digest)
     warnings = [warning] if warning else []
     if re.search(r"\b(pure|io)_callback\[", program):
         warnings.append(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxckpt import exactness
 from jaxckpt.arguments import check_arguments, check_microbatches
 from jaxckpt.beginning import Beginning
-from jaxckpt.data.batches import BatchStream
+from jaxckpt.data.stream import BatchStream
 from jaxckpt.distributed import watch
 from jaxckpt.distributed.sync import Agreement, Group
 from jaxckpt.errors import ConfigError, NonFiniteError
@@ -80,7 +80,8 @@ class Run:
         resume: resuming.Resume = "latest",
         restore_from: str | None = None,
         restore_paths: Sequence[str] = (),
-        data_fingerprint: str = "",
+        data_identity: Mapping[str, Any] | None = None,
+        skip: Sequence[tuple[int, int]] = (),
         num_threads: int = 2,
         config: Mapping[str, Any] | None = None,
         allow_changed: Sequence[str] = (),
@@ -109,9 +110,13 @@ class Run:
         rows = batch_sharding(self.mesh)
         with self.phases.phase("data"):
             self._stream = BatchStream(
-                data, global_batch=global_batch, sharding=rows, fingerprint=data_fingerprint, num_threads=num_threads
+                data,
+                global_batch=global_batch,
+                sharding=rows,
+                identity=data_identity,
+                skip=skip,
+                num_threads=num_threads,
             )
-            self._stream.fingerprint = data_fingerprint or self._stream.probe()
             batch = self._stream.batch_struct()
         check_microbatches(self.mesh, global_batch, accumulation_steps)
         with self.phases.phase("plan"):

@@ -155,7 +155,7 @@ def test_data_that_draws_from_numpys_global_generator_is_refused_at_the_first_sn
     def noisy(i):
         return {**example(i), "x": np.random.normal(size=(3, 8)).astype(np.float32)}
 
-    with make_run(tmp_path, data=Examples(20, noisy), data_fingerprint="noisy") as run:
+    with make_run(tmp_path, data=Examples(20, noisy), data_identity={"content": "noisy"}) as run:
         with pytest.raises((DataError, SnapshotError), match="numpy"):
             list(run.train(2))
         assert run.snapshots.steps() == []

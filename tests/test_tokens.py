@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxckpt.data.shuffle import ShuffledEpochs, shuffle_keys, shuffled
 from jaxckpt.data.tokens import (
-    ShuffledEpochs,
     load_text,
     load_tokenizer,
     make_token_datasets,
-    shuffle_keys,
-    shuffled,
     split_by_name,
 )
 from jaxckpt.errors import DataError
@@ -235,21 +233,21 @@ def test_train_never_ends_and_holdout_zero_keeps_all_for_it():
     assert len(data.train) > 10**18 and tokens_of(data.train, [10**15])[0].shape == (9,)
 
 
-def test_the_fingerprint_changes_with_everything_that_moves_an_example():
+def test_the_identity_changes_with_everything_that_moves_an_example():
     base = [("a", "some text of a"), ("b", "other text of b"), ("c", "and c has text too")]
 
-    def fingerprint(documents=base, tokenizer=BYTES, **changes):
+    def identity(documents=base, tokenizer=BYTES, **changes):
         arguments = {"seq_len": 4, "holdout": 0.4, "seed": 0} | changes
-        return make_token_datasets(documents, tokenizer, **arguments).fingerprint
+        return json.dumps(make_token_datasets(documents, tokenizer, **arguments).identity)
 
     others = [
-        fingerprint([*base[:2], ("c", "and c has text toO")]),
-        fingerprint(base[::-1]),
-        fingerprint(seq_len=5),
-        fingerprint(seed=1),
-        fingerprint(holdout=0.41),
+        identity([*base[:2], ("c", "and c has text toO")]),
+        identity(base[::-1]),
+        identity(seq_len=5),
+        identity(seed=1),
+        identity(holdout=0.41),
     ]
-    assert fingerprint() == fingerprint() and len({fingerprint(), *others}) == len(others) + 1
+    assert identity() == identity() and len({identity(), *others}) == len(others) + 1
 
 
 def test_a_split_too_small_for_one_example_names_the_sizes():

@@ -28,6 +28,7 @@ from jaxckpt.config.sections import Placement as Placement
 from jaxckpt.config.sections import RopeScaling as RopeScaling
 from jaxckpt.config.sections import RunConfig as RunConfig
 from jaxckpt.config.sections import Snapshots as Snapshots
+from jaxckpt.config.sections import StoreData as StoreData
 from jaxckpt.config.sections import TextData as TextData
 from jaxckpt.config.sections import to_dict as to_dict
 from jaxckpt.config.table import Row as Row

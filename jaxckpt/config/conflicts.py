@@ -15,6 +15,7 @@ Values = Mapping[str, Any]
 def conflicts(values: Values) -> Iterator[str]:
     """A line for each group of keys that do not fit together."""
     yield from _of_steps_and_batch(values)
+    yield from _of_data(values)
     yield from _of_model(values)
     yield from _of_devices(values)
     yield from _of_evaluation(values)
@@ -39,6 +40,28 @@ def _of_steps_and_batch(values: Values) -> Iterator[str]:
     batch, accumulation = values.get("data.batch_size"), values.get("optimizer.accumulation_steps")
     if batch is not None and accumulation is not None and batch % accumulation:
         yield f"data.batch_size: {batch} is not divisible by optimizer.accumulation_steps={accumulation}"
+
+
+def _of_data(values: Values) -> Iterator[str]:
+    stores, weights = values.get("data.stores"), values.get("data.weights")
+    schedule = values.get("data.weights_schedule", [])
+    if stores is not None and "held_out" in stores:
+        yield "data.stores: held_out cannot be the name of a store; the one to evaluate on is data.held_out"
+    for key, found in [("weights", weights), *((f"weights_schedule, step {step}", w) for step, w in schedule)]:
+        if found is None:
+            continue
+        if stores is not None and (unknown := sorted(set(found) - set(stores))):
+            yield f"data.{key}: {', '.join(unknown)} is none of data.stores ({', '.join(stores)})"
+        if not any(found.values()):
+            yield f"data.{key}: the weights sum to zero, so nothing would be drawn; give one of them more"
+    if (steps := [1, *(step for step, _ in schedule)]) != sorted(set(steps)):
+        yield f"data.weights_schedule: the steps must rise and begin after step 1, found {steps[1:]}"
+    skip = values.get("data.skip", [])
+    for first, last in skip:
+        if last < first:
+            yield f"data.skip: [{first}, {last}] ends before it begins"
+    if (firsts := [first for first, _ in skip]) != sorted(firsts):
+        yield f"data.skip: the ranges must be in the order of their first steps, found {firsts}"
 
 
 def _of_model(values: Values) -> Iterator[str]:
@@ -81,7 +104,7 @@ def _of_evaluation(values: Values) -> Iterator[str]:
         return
     if values.get("data.holdout") == 0:
         yield "eval.every: data.holdout=0 leaves nothing to evaluate on; raise it or set eval.every to null"
-    if values.get("data.name") == "import" and values.get("data.held_out", "") is None:
+    if values.get("data.name") in ("import", "stores") and values.get("data.held_out", "") is None:
         yield "eval.every: there is no data.held_out to evaluate on; give one or set eval.every to null"
 
 

@@ -37,6 +37,8 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(type_text(arg) for arg in args)
     if origin is list:
         return f"list of {type_text(args[0])}"
+    if origin is tuple:
+        return f"[{', '.join(type_text(arg) for arg in args)}]"
     if origin is dict:
         free = args[1] is JsonValue
         return "mapping with text keys" if free else f"mapping of {type_text(args[0])} to {type_text(args[1])}"

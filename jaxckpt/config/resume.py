@@ -12,8 +12,9 @@ from jaxckpt.errors import ConfigError
 
 ABSENT = "(absent)"
 
-# data.files: another spelling of the same files is no change, and other files are seen by the data's fingerprint.
-_NO_INFLUENCE = {"data.files", "data.num_threads", "data.held_out"}
+# data.files, data.stores: another place of the same data is no change, and other data is seen by its identity. What is
+# skipped is compared with what the snapshot itself has recorded.
+_NO_INFLUENCE = {"data.files", "data.stores", "data.num_threads", "data.held_out", "data.skip"}
 
 
 @dataclass(frozen=True)

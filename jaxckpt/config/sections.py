@@ -18,11 +18,13 @@ from jaxckpt.config.values import (
     Files,
     HostPort,
     Index,
+    NonNegative,
     Positive,
     Regex,
     Remat,
     Rules,
     RunDirectory,
+    StepRange,
     Target,
     Text,
     Tier,
@@ -97,7 +99,7 @@ class ImportModel(Config):
 
 class TextData(Config):
     name: Literal["text"] = "text"
-    """which data: `text` reads text files, `import` any grain MapDataset"""
+    """which data: `text` reads text files, `stores` what `python -m jaxckpt prepare` made, `import` any Grain data set"""
     files: Files
     """text files, directories or globs"""
     tokenizer: Text = "bytes"
@@ -108,21 +110,58 @@ class TextData(Config):
     """examples per optimizer step, over all devices and microbatches"""
     holdout: Below1 = 0.05
     """share of the documents kept out of training for evaluation"""
+    skip: list[StepRange] = Field(default=[])
+    """ranges [first, last] of steps whose batches are left out (after a loss spike), in order; each counts steps as the
+    ranges before it left them"""
+    num_threads: Index = 2
+    """threads that read ahead in each process; no influence on what is read"""
+
+
+class StoreData(Config):
+    name: Literal["stores"] = "stores"
+    """which data: `text` reads text files, `stores` what `python -m jaxckpt prepare` made, `import` any Grain data set"""
+    stores: dict[str, Text] = Field(min_length=1)
+    """name: directory of a token store; several are mixed"""
+    weights: dict[str, NonNegative] | None = None
+    """name: its share of the examples, relative to the others; null: in proportion to the stores' rows"""
+    weights_schedule: list[tuple[Count, dict[str, NonNegative]]] = Field(default=[])
+    """[step, weights]: other weights from that step on, such as [[5000, {web: 0.5, code: 0.5}]]"""
+    rows: Literal["cut", "packed", "documents"] = "cut"
+    """cut: documents joined and cut; packed: whole documents packed into rows, which do not see each other; documents: one a
+    row, padded"""
+    long_documents: Literal["split", "truncate", "leave_out"] = "split"
+    """what becomes of a document that is longer than a row, where rows is packed or documents"""
+    held_out: Text | None = None
+    """directory of the token store for evaluation; null: none"""
+    seq_len: Count
+    """tokens in an example"""
+    batch_size: Count
+    """examples per optimizer step, over all devices and microbatches"""
+    transform: Target | None = None
+    """pkg.mod:thing, called as thing(example, rng, **transform_args) with a generator of the example's own; null: none"""
+    transform_args: dict[str, JsonValue] = Field(default={})
+    """keyword arguments of transform"""
+    skip: list[StepRange] = Field(default=[])
+    """ranges [first, last] of steps whose batches are left out (after a loss spike), in order; each counts steps as the
+    ranges before it left them"""
     num_threads: Index = 2
     """threads that read ahead in each process; no influence on what is read"""
 
 
 class ImportData(Config):
     name: Literal["import"] = "import"
-    """which data: `text` reads text files, `import` any grain MapDataset"""
+    """which data: `text` reads text files, `stores` what `python -m jaxckpt prepare` made, `import` any Grain data set"""
     target: Target
-    """pkg.mod:thing, called as thing(**args); returns a grain MapDataset of examples"""
+    """pkg.mod:thing, called as thing(**args); returns a grain MapDataset or IterDataset of examples"""
     args: dict[str, JsonValue] = Field(default={})
     """keyword arguments of target"""
     batch_size: Count
     """examples per optimizer step, over all devices and microbatches"""
     held_out: Target | None = None
     """pkg.mod:thing, called like target, for the examples of evaluation; null: none"""
+    skip: list[StepRange] = Field(default=[])
+    """ranges [first, last] of steps whose batches are left out (after a loss spike), in order; each counts steps as the
+    ranges before it left them"""
     num_threads: Index = 2
     """threads that read ahead in each process; no influence on what is read"""
 
@@ -214,7 +253,7 @@ class RunConfig(Config):
     # The first class of a union is what a section without a `name` gets.
     model: Annotated[Llama | ImportModel, Field(discriminator="name")]
     """what is trained"""
-    data: Annotated[TextData | ImportData, Field(discriminator="name")]
+    data: Annotated[TextData | StoreData | ImportData, Field(discriminator="name")]
     """what it is fed"""
     optimizer: Annotated[AdamW | Adafactor | Lion | Muon | SGD | ImportOptimizer, Field(discriminator="name")]
     """how a step changes it"""

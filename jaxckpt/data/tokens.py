@@ -8,19 +8,18 @@ position is one number.
 import glob
 import hashlib
 import json
-import struct
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grain
 import numpy as np
 
+from jaxckpt.data.rows import CutRows
+from jaxckpt.data.shuffle import Epochs
 from jaxckpt.errors import DataError
 
-# Goes into every fingerprint: raise it when the same text would give other examples than before.
+# Goes into every identity: raise it when the same text would give other examples than before.
 ALGORITHM_VERSION = 1
 END_OF_DOCUMENT = (
     "<|endoftext|>",
@@ -209,9 +208,9 @@ def _read(name: str, path: Path, text_field: str, problems: list[str]) -> list[t
 class TokenDatasets:
     """`train` never ends and is shuffled anew each epoch; `held_out` has a fixed order and an end."""
 
-    train: grain.MapDataset
-    held_out: grain.MapDataset  # empty if holdout is 0
-    fingerprint: str  # sha256 in hex of everything that decides which example has which number
+    train: Epochs
+    held_out: CutRows  # empty if holdout is 0
+    identity: dict[str, Any]  # by name, everything that decides which example has which number
     train_examples: int  # in one epoch
     train_tokens: int
     held_out_tokens: int
@@ -245,24 +244,21 @@ def make_token_datasets(
             f"{' and '.join(short)}, but one example takes seq_len + 1 = {seq_len + 1}. "
             f"Give more text, a shorter seq_len, or another holdout than {holdout}."
         )
-    digest = hashlib.sha256()
-    header = (
-        ALGORITHM_VERSION,
-        tokenizer.fingerprint,
-        seq_len,
-        float(holdout),
-        int(seed),
-        train_tokens.size,
-        held_tokens.size,
-    )
-    digest.update(json.dumps(header).encode())
+    digest = hashlib.sha256(json.dumps([train_tokens.size, held_tokens.size]).encode())
     for tokens in (train_tokens, held_tokens):
         digest.update(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
-    train = TokenChunks(train_tokens, seq_len)
+    train = CutRows(train_tokens, seq_len=seq_len)
     return TokenDatasets(
-        train=ShuffledEpochs(train, seed=seed),
-        held_out=grain.MapDataset.source(TokenChunks(held_tokens, seq_len)),
-        fingerprint=digest.hexdigest(),
+        train=Epochs(train, seed=seed),
+        held_out=CutRows(held_tokens, seq_len=seq_len),
+        identity={
+            "algorithm": ALGORITHM_VERSION,
+            "content": digest.hexdigest()[:16],
+            "tokenizer": tokenizer.fingerprint[:16],
+            "seq_len": seq_len,
+            "holdout": float(holdout),
+            "seed": int(seed),
+        },
         train_examples=len(train),
         train_tokens=train_tokens.size,
         held_out_tokens=held_tokens.size,
@@ -299,79 +295,3 @@ def split_by_name(names: Sequence[str], *, holdout: float, seed: int) -> list[bo
     if all(held):
         held[int(np.argmax(place))] = False
     return held
-
-
-class TokenChunks:
-    """Random access to {"tokens": int32[seq_len + 1]} in one array of tokens."""
-
-    def __init__(self, tokens: np.ndarray, seq_len: int):
-        self._tokens, self._seq_len = tokens, seq_len
-
-    def __len__(self) -> int:
-        return max(0, self._tokens.size - 1) // self._seq_len
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        start = index * self._seq_len
-        return {"tokens": self._tokens[start : start + self._seq_len + 1].astype(np.int32)}
-
-
-class ShuffledEpochs(grain.MapDataset):
-    """`source` for ever, each epoch in an order of its own: element i is source[perm(seed, i // N)(i % N)].
-
-    Not Grain's shuffle().repeat(): there seed s in epoch 1 equals seed s + 1 in epoch 0, and for N = 4^k + 1 it is no
-    permutation (one example never comes, another twice). Not numpy's: Generator.permutation may change between numpy
-    versions. A sequence is read directly, because MapDataset.source(...)[i] costs 15 times what cutting a chunk does.
-    """
-
-    def __init__(self, source: Any, *, seed: int):
-        super().__init__(source if isinstance(source, grain.MapDataset) else ())
-        self._source, self._seed, self._epoch_len = source, seed, len(source)
-        if not 0 < self._epoch_len < sys.maxsize:
-            raise DataError(
-                f"a shuffle needs a data set with an end and at least one example; this one has {self._epoch_len}."
-            )
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        epoch, position = divmod(index, self._epoch_len)
-        return self._source[shuffled(position, self._epoch_len, shuffle_keys(self._seed, epoch))]
-
-    def __str__(self) -> str:
-        return f"ShuffledEpochs(seed={self._seed}, epoch={self._epoch_len})"
-
-
-def shuffle_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """Six round keys of 64 bits. Hashed, so that neighbouring seeds and epochs have nothing in common."""
-    return struct.unpack("<6Q", hashlib.sha512(f"jaxckpt shuffle {seed} {epoch}".encode()).digest()[:48])
-
-
-def shuffled(position: int, n: int, keys: tuple[int, ...]) -> int:
-    """Image of `position` under a keyed permutation of range(n), in O(1) memory.
-
-    A Feistel network over a power of two >= n (each round xors one half with a hash of the other, so it
-    can be undone whatever the hash). A result outside range(n) walks on along its cycle, which must come back inside:
-    still a permutation, for every n, and fewer than two passes on average (Black and Rogaway, "Ciphers with arbitrary
-    finite domains", 2002).
-    """
-    # Below 6 bits the few values a round can take make some orders measurably more likely than others.
-    bits = max(6, (n - 1).bit_length())
-    low_bits = bits // 2
-    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
-    high, low = position >> low_bits, position & low_mask
-    while True:
-        for r in range(0, len(keys), 2):
-            high ^= _mix(low ^ keys[r]) & high_mask
-            low ^= _mix(high ^ keys[r + 1]) & low_mask
-        if (value := high << low_bits | low) < n:
-            return value
-
-
-def _mix(x: int) -> int:
-    """The finalizer of splitmix64: all 64 bits of `x` reach the low bits."""
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return x ^ x >> 31
