@@ -5,7 +5,6 @@ is computed, not stored. So example i is a pure function of (text, tokenizer, se
 position is one number.
 """
 
-import glob
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -15,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt.data.readers import check, read
 from jaxckpt.data.rows import CutRows
 from jaxckpt.data.shuffle import Epochs
-from jaxckpt.errors import DataError
+from jaxckpt.data.sources import Bad, Wanted, expand, is_text
+from jaxckpt.errors import DataError, listed
 
 # Goes into every identity: raise it when the same text would give other examples than before.
 ALGORITHM_VERSION = 1
@@ -78,6 +79,9 @@ def _json_tokenizer(path: Path, eos: str | int | None) -> Tokenizer:
     try:
         content = path.read_bytes()
         model = tokenizers.Tokenizer.from_str(content.decode())
+        # Settings for the batches of a model's input, which would cut documents and fill them up.
+        model.no_truncation()
+        model.no_padding()
     except OSError as error:
         raise DataError(
             f"tokenizer '{path}' cannot be read ({error.strerror}). "
@@ -123,84 +127,35 @@ def _end_of_document(path: Path, vocabulary: dict[str, int], vocab_size: int, eo
 
 
 def load_text(files: Sequence[str | Path] | str | Path, *, text_field: str = "text") -> list[tuple[str, str]]:
-    """[(name, text)] of all documents, in the order of `files`.
+    """[(name, text)] of all documents, in the order of `files`, all in memory.
 
-    An entry is a file (one document), a `.jsonl` file (one document a line, in `text_field`), a directory (its *.txt,
-    sorted by name) or a glob pattern (sorted). A name is relative to the directory or to the fixed part of the
-    pattern, so it does not change when the data moves to another place. Raises one DataError with every problem.
+    An entry is a file (one document; a `.jsonl` file: one a line, in `text_field`; see `data.sources` for others), a
+    directory (its *.txt, sorted by name) or a glob pattern (sorted). A name is relative to the directory or to the
+    fixed part of the pattern, so it does not change when the data moves to another place. Raises one DataError with
+    every problem.
     """
     problems: list[str] = []
     documents: list[tuple[str, str]] = []
-    seen: dict[Path, str] = {}
-    for entry in [files] if isinstance(files, str | Path) else files:
-        for name, path in _expand(str(entry), problems):
-            if first := seen.get(path.resolve()):
-                problems.append(f"{path}: listed twice, by '{first}' and by '{entry}'; list it once")
-                continue
-            seen[path.resolve()] = str(entry)
-            documents += _read(name, path, text_field, problems)
-    if not problems and not documents:
+    wanted = Wanted(field=text_field, max_document=1 << 60)
+    found = expand([files] if isinstance(files, str | Path) else files, problems, in_directory=is_text)
+    for file in found:
+        # What cannot be opened has nothing to be read.
+        if unusable := check(file, wanted):
+            problems += unusable
+            continue
+        for item in read(file, wanted):
+            if isinstance(item.found, Bad):
+                problems.append(item.found.text)
+            elif item.found.text.strip():
+                documents.append((item.found.name, item.found.text))
+            elif file.kind == "text":
+                problems.append(f"{file.path}: holds no text; leave it out")
+            else:
+                problems.append(f"{file.at(item.place.row)}: field '{text_field}' is empty; leave the line out")
+    if not found and not problems:
         problems.append("no files are listed; list files, directories or glob patterns")
     if problems:
-        more = [f"... and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
-        raise DataError("\n  ".join(["the text cannot be read:", *problems[:SHOWN_PROBLEMS], *more]))
-    return documents
-
-
-def _expand(entry: str, problems: list[str]) -> list[tuple[str, Path]]:
-    path = Path(entry)
-    if path.is_dir():
-        found = sorted(path.glob("*.txt"))
-        if not found:
-            problems.append(f"{entry}: the directory holds no *.txt; give a glob pattern for other names")
-        return [(f.name, f) for f in found]
-    if path.is_file():
-        return [(path.name, path)]
-    if not glob.has_magic(entry):
-        problems.append(f"{entry}: no such file or directory (looked in {Path.cwd()})")
-        return []
-    fixed = Path()
-    for part in path.parts:
-        if glob.has_magic(part):
-            break
-        fixed = fixed / part
-    matches = sorted(f for f in map(Path, glob.glob(entry, recursive=True)) if f.is_file())
-    if not matches:
-        problems.append(f"{entry}: the pattern matches no file (looked in {Path.cwd()})")
-    return [(f.relative_to(fixed).as_posix(), f) for f in matches]
-
-
-def _read(name: str, path: Path, text_field: str, problems: list[str]) -> list[tuple[str, str]]:
-    try:
-        text = path.read_bytes().decode()
-    except OSError as error:
-        problems.append(f"{path}: cannot be read ({error.strerror})")
-        return []
-    except UnicodeDecodeError as error:
-        problems.append(f"{path}: byte {error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8")
-        return []
-    if not text.strip():
-        problems.append(f"{path}: holds no text; leave it out")
-        return []
-    if path.suffix != ".jsonl":
-        return [(name, text)]
-    documents = []
-    # Not splitlines(): it also cuts at U+2028, which JSON allows inside a string.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            value = record.get(text_field) if isinstance(record, dict) else None
-            if not isinstance(value, str):
-                problems.append(f"{path}:{number}: expected an object with a string field '{text_field}'")
-            elif not value.strip():
-                problems.append(f"{path}:{number}: field '{text_field}' is empty; leave the line out")
-            else:
-                value.encode()  # JSON can spell half a surrogate pair, which no encoding accepts
-                documents.append((f"{name}:{number}", value))
-        except ValueError as error:
-            problems.append(f"{path}:{number}: not a line of JSON text ({error})")
+        raise DataError(f"the text cannot be read:\n{listed(problems)}")
     return documents
 
 
@@ -285,13 +240,16 @@ def split_by_name(names: Sequence[str], *, holdout: float, seed: int) -> list[bo
             f"{holdout=} needs two documents or more, one on each side; found {len(names)}. "
             "Give more files, or holdout 0."
         )
-    hashes = [
-        hashlib.sha256(f"jaxckpt split {seed} {name}".encode("utf-8", "surrogateescape")).digest() for name in names
-    ]
-    place = [int.from_bytes(h[:8], "big") / 2**64 for h in hashes]
+    place = [split_place(name, seed) for name in names]
     held = [p < holdout for p in place]
     if not any(held):
         held[int(np.argmin(place))] = True
     if all(held):
         held[int(np.argmax(place))] = False
     return held
+
+
+def split_place(name: str, seed: int) -> float:
+    """Where in [0, 1) the document `name` lies; those below the holdout are held out."""
+    digest = hashlib.sha256(f"jaxckpt split {seed} {name}".encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
