@@ -5,6 +5,7 @@ Exit codes: 0 done, good, equal; 1 damaged (`verify`) or different (`diff`); 2 i
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,7 +95,13 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="all steps of the run")] = False,
     as_json: Json = False,
 ) -> None:
-    """Checks a snapshot, bit for bit, against what was saved. Exit code 0: good, 1: damaged. A run may be writing."""
+    """Checks a snapshot, or a token store, bit for bit against what was saved. Exit code 0: good, 1: damaged.
+
+    A run may be writing to the snapshots.
+    """
+    if os.path.isfile(os.path.join(path, "store.json")) or os.path.isfile(os.path.join(path, "train", "store.json")):
+        _verify_stores(path, as_json)
+        return
     from jaxckpt.snapshot import steps
     from jaxckpt.snapshot.verify import array_bytes
     from jaxckpt.snapshot.verify import verify as verify_step
@@ -222,6 +229,69 @@ def rm(
         _echo_json({"deleted": number, "steps": steps.committed_steps(root)})
     else:
         typer.echo(f"step {number} is deleted")
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...",
+            help="files, directories or patterns, local or gs://: .txt, .jsonl, .parquet, .array_record (text and JSON also .gz "
+            "and .zst), and what Hugging Face datasets saved to disk",
+        ),
+    ],
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="the store; with --holdout DIR/train, DIR/held_out")],
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", help='"bytes", a tokenizer.json, or train:SIZE for a new byte-level BPE')
+    ] = "bytes",
+    eos: Annotated[str | None, typer.Option("--eos", help="token or number that ends a document")] = None,
+    field: Annotated[str | None, typer.Option("--field", help="of the text in a record  [default: text]")] = None,
+    holdout: Annotated[float, typer.Option("--holdout", help="share of the documents to evaluate on")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="which documents those are")] = 0,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out what cannot be read, and list it")] = False,
+    max_document: Annotated[str, typer.Option("--max-document", metavar="SIZE", help="the longest")] = "256MiB",
+    train_bytes: Annotated[
+        str, typer.Option("--train-bytes", metavar="SIZE", help="of text that train:SIZE looks at")
+    ] = "1GiB",
+    restart: Annotated[bool, typer.Option("--restart", help="forget what an interrupted command has done")] = False,
+) -> None:
+    """Turns text into a token store to train on. The same command goes on after it was interrupted."""
+    from jaxckpt.data import command
+    from jaxckpt.data.prepare import Settings
+    from jaxckpt.data.sources import Wanted
+
+    settings = Settings(
+        tokenizer=tokenizer,
+        eos=int(eos) if eos and eos.isdecimal() else eos,
+        wanted=Wanted(field=field, max_document=command.parse_bytes(max_document)),
+        holdout=holdout,
+        seed=seed,
+        skip_bad=skip_bad,
+        train_bytes=command.parse_bytes(train_bytes),
+    )
+    code, text = command.run(inputs, out, settings, restart=restart)
+    typer.echo(text, err=bool(code))
+    if code:
+        raise typer.Exit(code)
+
+
+def _verify_stores(path: str, as_json: bool) -> None:
+    from jaxckpt.data import check
+
+    results: dict[str, list[str]] = {}
+    for store in check.stores_in(path):
+        with _progress(str(store), check.store_bytes(store)) as progress:
+            results[str(store)] = check.check_store(store, on_bytes=progress.add)
+    if as_json:
+        _echo_json([{"store": name, "is_good": not found, "problems": found} for name, found in results.items()])
+    else:
+        for name, found in results.items():
+            typer.echo(f"{name}: " + (f"damaged, {len(found)} found" if found else "good"))
+            for problem in found:
+                typer.echo(f"  {problem}")
+    if any(results.values()):
+        raise typer.Exit(1)
 
 
 # ------------------------------------------------------------------------------------------------ what is meant

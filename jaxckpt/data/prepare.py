@@ -78,9 +78,12 @@ class Prepared:
     headers: tuple[StoreHeader, ...]
     is_new: bool
     """False: all of it was there before"""
-    tokens_now: int = 0
-    """encoded by this call; an earlier life may have encoded others"""
+    tokens: int = 0
+    """encoded by this call; an earlier one may have encoded others"""
     seconds: float = 0.0
+    """of this call"""
+    tokens_per_s: float = 0.0
+    """without the time that the tokenizer was trained"""
 
 
 def prepare(
@@ -114,12 +117,13 @@ def prepare(
             return Prepared(stores, tuple(headers), is_new=False)
         work = _Work(begun_store, settings, watch)
         work.run()
-        tokens = work.tokens_now
     finally:
         begun_store.close()
     headers = partial.whole(path, command)
     assert headers is not None
-    return Prepared(stores, tuple(headers), is_new=True, tokens_now=tokens, seconds=time.monotonic() - begun)
+    now = time.monotonic()
+    speed = work.tokens / max(now - work.begun, 1e-3)
+    return Prepared(stores, tuple(headers), True, tokens=work.tokens, seconds=now - begun, tokens_per_s=speed)
 
 
 def _checked_inputs(inputs: Sequence[str | os.PathLike[str]], wanted: Wanted) -> list[Input]:
@@ -159,7 +163,9 @@ class _Work:
         self._behind = [0]
         for file in self._inputs:
             self._behind.append(self._behind[-1] + file.bytes)
-        self.tokens_now = 0
+        self.tokens = 0
+        self.begun = time.monotonic()
+        """when the tokenizer was there"""
 
     def run(self) -> None:
         progress, same = self._store.earlier()
@@ -174,6 +180,7 @@ class _Work:
         if progress:
             self._watch.say(f"{self._store.out}: goes on at what an earlier call has saved")
         self._watch.phase("prepare", self._behind[-1])
+        self.begun = time.monotonic()
         while True:
             streams = Streams(self._store, encoder.dtype, progress, same, filler)
             try:
@@ -267,7 +274,7 @@ class _Work:
     def _write(self, streams: Streams, batch: Batch, encoded: Future[Encoded]) -> None:
         found = encoded.result()
         streams.write(batch, found)
-        self.tokens_now += found.tokens.size
+        self.tokens += found.tokens.size
         self._watch.progress(self._bytes_before(batch), found.tokens.size)
         is_stopped = self._watch.stop()
         if is_stopped or streams.unsaved_bytes >= self._watch.save_every:

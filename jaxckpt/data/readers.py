@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 from jaxckpt.data import tables
-from jaxckpt.data.sources import Bad, Document, Input, Wanted, open_file
+from jaxckpt.data.sources import END, Bad, Document, Input, Wanted, open_file
 from jaxckpt.errors import DataError
 
 _BUFFER_BYTES = 1 << 20
@@ -40,7 +40,11 @@ def check(file: Input, wanted: Wanted) -> list[str]:
             return tables.check(file, wanted)
         if file.compression == "zstd":
             tables.pyarrow_for(file)
-        with open_file(file):
+        with open_file(file) as raw:
+            if file.compression and not raw.read(1):
+                return [
+                    f"{file.path}: the file has no bytes, which no {file.compression} file is without; fetch it again"
+                ]
             return []
     except DataError as e:
         return [str(e)]
@@ -50,6 +54,8 @@ def check(file: Input, wanted: Wanted) -> list[str]:
 
 def read(file: Input, wanted: Wanted, start: Place = Place()) -> Iterator[Item]:
     """The documents of a file behind `start`. A file that breaks off gives a Bad as its last item."""
+    if start.row >= END:
+        return iter(())
     if file.kind == "text":
         return _text(file, wanted, start)
     if file.kind == "json":
@@ -173,7 +179,9 @@ def _lines(file: Input, limit: int, start: Place) -> Iterator[tuple[Place, bytes
                     place = Place(row, raw.tell())
                     yield place, Bad(too_long(file.at(row), limit)) if is_long else line
     except _BROKEN as e:
-        yield Place(row + 1, file.bytes), Bad(f"{file.at(row + 1)}: {_broken(e)}")
+        # Of a compressed file some lines before the break are lost too.
+        where = f"{file.path}: after line {row}" if file.compression else file.at(row + 1)
+        yield Place(END, file.bytes), Bad(f"{where}: {_broken(e)}")
 
 
 _BROKEN = (OSError, EOFError, zlib.error)

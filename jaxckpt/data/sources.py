@@ -16,6 +16,8 @@ from typing import Any
 from jaxckpt.snapshot import gcs, paths
 
 JSON_LINES = (".jsonl", ".json.lines", ".jsonlines", ".ndjson")
+END = 1 << 62
+"""as the number of a row: nothing of the file is behind it"""
 _BUFFER_BYTES = 1 << 20
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _KINDS = {

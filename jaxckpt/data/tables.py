@@ -1,10 +1,11 @@
 """Rows of parquet files and Arrow streams, and records of ArrayRecord files."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
 
-from jaxckpt.data.sources import Bad, Input, Wanted, open_file
+from jaxckpt.data.sources import END, Bad, Input, Wanted, open_file
 from jaxckpt.errors import DataError
 from jaxckpt.snapshot import paths
 
@@ -56,7 +57,7 @@ def check(file: Input, wanted: Wanted) -> list[str]:
 
 
 def rows(file: Input, wanted: Wanted, start: int) -> Iterator[Row]:
-    """Rows of a file but the first `start`. One that breaks off gives a Bad as its last row."""
+    """Rows of a file but the first `start`. One that breaks off gives a Bad as its last row, with the number END."""
     if file.kind == "array_record":
         yield from _array_record(file, wanted, start)
         return
@@ -71,7 +72,7 @@ def rows(file: Input, wanted: Wanted, start: int) -> Iterator[Row]:
                         behind = row
                         yield row, share, found
     except (pa.ArrowException, OSError) as e:
-        yield behind + 1, 1.0, Bad(f"{file.at(behind + 1)}: {_not_whole(file, e)}")
+        yield END, 1.0, Bad(f"{file.at(behind + 1)}: {_not_whole(file, e)}")
 
 
 def _parquet(raw: Any, wanted: Wanted, start: int) -> Iterator[tuple[int, float, Any]]:
@@ -160,18 +161,24 @@ def _open_array_record(file: Input) -> Any:
         raise DataError(
             f"{file.path}: needs the package array_record. Install it: pip install 'jaxckpt[data]'"
         ) from None
-    try:
-        # By default every core reads 16 MiB ahead.
-        return ArrayRecordReader(file.path, "readahead_buffer_size:2M,max_parallelism:1")
-    except Exception as e:
-        raise DataError(f"{file.path}: not a whole ArrayRecord file ({_first_line(e)}); fetch it again") from None
+    # By default every core reads 16 MiB ahead.
+    reader = ArrayRecordReader(file.path, "readahead_buffer_size:2M,max_parallelism:1")
+    if not reader.ok():
+        try:
+            reader.close()  # tells why
+        except Exception as e:  # the library raises bare RuntimeErrors
+            why = _first_line(e)
+            raise DataError(
+                f"{file.path}: not a whole ArrayRecord file ({why or 'it has no end'}); fetch it again"
+            ) from None
+    return reader
 
 
 def _array_record(file: Input, wanted: Wanted, start: int) -> Iterator[Row]:
     try:
         reader = _open_array_record(file)
     except DataError as e:
-        yield start + 1, 1.0, Bad(str(e))
+        yield END, 1.0, Bad(str(e))
         return
     try:
         total = reader.num_records()
@@ -180,12 +187,13 @@ def _array_record(file: Input, wanted: Wanted, start: int) -> Iterator[Row]:
         for row in range(start + 1, total + 1):
             try:
                 content = reader.read()
-            except Exception as e:  # the library raises bare RuntimeErrors
-                yield row, 1.0, Bad(f"{file.at(row)}: cannot be read ({_first_line(e)}); fetch the file again")
+            except Exception as e:
+                yield END, 1.0, Bad(f"{file.at(row)}: cannot be read ({_first_line(e)}); fetch the file again")
                 return
             yield row, row / total, _of_record(file, wanted, row, content)
     finally:
-        reader.close()
+        with contextlib.suppress(Exception):  # it repeats what went wrong before
+            reader.close()
 
 
 def _of_record(file: Input, wanted: Wanted, row: int, content: bytes) -> Any:
