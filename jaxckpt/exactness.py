@@ -5,7 +5,7 @@ Everything here refuses by name rather than let a run continue as another one.
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,9 @@ import numpy as np
 
 from jaxckpt.data.reproducible import check_reproducible
 from jaxckpt.data.stream import BatchStream
-from jaxckpt.errors import SnapshotError
+from jaxckpt.errors import DataError, SnapshotError
+from jaxckpt.observe.report import Report
+from jaxckpt.snapshot.environment import environment
 from jaxckpt.state.fingerprint import combine, np_fingerprint, to_hex
 
 
@@ -47,6 +49,42 @@ def check_batch(stream: BatchStream, *, step: int, digest: str) -> None:
             "changed, or an example is not a function of its number alone. Give the data that the run began with, allow the "
             "change by name (data), or start a new run directory."
         )
+
+
+def check_against_earlier_life(
+    report: Report, lines: dict[int, dict[str, Any]], meta: Mapping[str, Any] | None
+) -> None:
+    """The batch of `report` must be the one that an earlier life of the run was trained on at that step.
+
+    `lines` are that life's lines of metrics by step, each taken out once it is compared; `meta` is that of the snapshot
+    that both began with. Nothing is compared where the data, the weights of a mixture, the batch size or what is skipped
+    were changed on purpose: then the keys differ.
+    """
+    earlier = lines.pop(report.step, {})
+    if earlier.get("batch_key") != report.batch_key or earlier.get("batch_digest") == report.batch_digest:
+        return
+    changed = changed_environment(meta, environment()) if meta else []
+    raise DataError(
+        f"step {report.step}: the batch has the digest {report.batch_digest}, and an earlier life of this run was trained here "
+        f"on {earlier.get('batch_digest')}, from the same examples ({report.example} and on) of what calls itself the same "
+        f"data. What changed since the snapshot: {', '.join(changed) or 'nothing that a snapshot records'}; so look for files "
+        "that were edited in place (`python -m jaxckpt verify STORE` checks a token store), code that makes the examples, or "
+        "an example that is not a function of its number. Nothing of this step was saved. Restore what was there, or start a "
+        "new run directory."
+    )
+
+
+def changed_environment(meta: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """'numpy 2.1 -> 2.2' for each version and setting that is another than in a snapshot's meta."""
+    return [f"{name} {was} -> {now}" for key in here for name, was, now in _changes(key, meta.get(key), here[key])]
+
+
+def _changes(key: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for name in dict.fromkeys([*was, *now]):
+            yield from _changes(name, was.get(name), now.get(name))
+    elif was != now:
+        yield key, was, now
 
 
 def check_before_first_save(

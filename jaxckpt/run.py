@@ -25,12 +25,10 @@ from jaxckpt.observe.metrics import MetricsFile
 from jaxckpt.observe.phases import Phases
 from jaxckpt.observe.report import Report, make_report, metrics_line
 from jaxckpt.program import Program
+from jaxckpt.saving import Saving
 from jaxckpt.snapshot import resume as resuming
 from jaxckpt.snapshot.environment import environment
-from jaxckpt.snapshot.leaves import leaf_table
-from jaxckpt.snapshot.manifest import FORMAT
 from jaxckpt.snapshot.origin import Origin
-from jaxckpt.snapshot.restore import Snapshot
 from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.mesh import batch_sharding, make_mesh
 from jaxckpt.state.plan import Placement, Rules, make_plan, unannotated
@@ -103,7 +101,7 @@ class Run:
         dtype = None if compute_dtype is None else str(np.dtype(compute_dtype))
         settings = (seed, global_batch, accumulation_steps, max_grad_norm, nonfinite, dtype)
         self._training: dict[str, Any] = dict(zip(_TRAINING, settings, strict=True))
-        self._config, self._allow_changed = config, tuple(allow_changed)
+        self._allow_changed = tuple(allow_changed)
         self._nonfinite = nonfinite
         self._group = Group(timeout_s=timeout_s)
 
@@ -151,7 +149,6 @@ class Run:
         self._is_torn = False
         self._last_report: Report | None = None
         self._is_compiled = False
-        self._went_back_to = resume if isinstance(resume, int) else None
         self._beginning = Beginning(
             self.plan,
             init,
@@ -168,10 +165,19 @@ class Run:
         )
         self._resumed_meta: Mapping[str, Any] | None = None
         self._restored_from: Mapping[str, Any] | None = None
-        self._last_saved: int | None = None
-        self._saved_at = time.monotonic()
-        self._save_agreement = Agreement()
-        self._is_first_save_checked = False
+        self._saving = Saving(
+            snapshots,
+            self.plan,
+            self._stream,
+            self._program,
+            settings={
+                "config": dict(config) if config is not None else None,
+                "training": self._training,
+                "mesh": dict(self.mesh.shape),
+                "placement": asdict(placement),
+                "went_back_to": resume if isinstance(resume, int) else None,
+            },
+        )
 
     # ---------------------------------------------------------------------------------------------- training
 
@@ -207,12 +213,12 @@ class Run:
                 "continues from the newest snapshot"
             )
         is_new = self.state is None
-        self._watch = watch.start(newest_saved=self._newest_saved)
+        self._watch = watch.start(newest_saved=self._saving.newest)
         if is_new:
             begun = self._beginning.begin(lambda step: self._program.start() if until is None or step < until else None)
             self.state, self.step = begun.state, begun.step
             self._resumed_meta, self._restored_from = begun.meta, begun.restored_from
-            self._last_saved = begun.step if begun.is_saved else None
+            self._saving.begin(begun)
             if until is None or self.step < until:
                 self._stream.start()
             self._open_metrics()
@@ -267,7 +273,7 @@ class Run:
                 self.state, metrics = self._program(self.state, batch)
                 self.step += 1
                 self._is_torn = False
-                unread.append(_Pending(self.step, metrics))
+                unread.append(_Pending(self.step, metrics, self._stream.batches - 1))
                 if is_first:
                     jax.block_until_ready(metrics)
                     self.phases.seconds["first step"] = time.perf_counter() - started
@@ -277,7 +283,7 @@ class Run:
                 last = agreement.agreed_step(self.step, should_stop())
                 is_last = self.step >= until or (last is not None and self.step >= last)
                 is_eval = self._evaluation is not None and self._evaluation.is_due(self.step)
-                is_save = self.snapshots is not None and (is_last or self._is_save_due(self.snapshots))
+                is_save = self.snapshots is not None and (is_last or self._saving.is_due(self.step))
                 is_due = is_last or is_eval or is_save
                 reports = []
                 # Order: the numbers of a step, then its line in the file, then its snapshot, then the next batch. So a
@@ -320,22 +326,23 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ one step's parts
 
-    def _is_save_due(self, snapshots: Snapshots) -> bool:
-        is_due = snapshots.every is not None and self.step % snapshots.every == 0
-        if snapshots.every_minutes is not None:
-            is_overdue = time.monotonic() - self._saved_at >= 60 * snapshots.every_minutes
-            is_due |= self._save_agreement.agreed_step(self.step, is_overdue) == self.step
-        return is_due
-
     def _read(self, pending: "_Pending") -> Report:
         values = jax.device_get(pending.metrics)
         previous, self._clock = self._clock, time.perf_counter()
-        report = make_report(pending.step, values, seconds=self._clock - previous)
+        report = make_report(
+            pending.step,
+            values,
+            batch_key=self._stream.key(pending.batch),
+            example=self._stream.example_of(pending.batch),
+            seconds=self._clock - previous,
+        )
+        if self._metrics:
+            exactness.check_against_earlier_life(report, self._metrics.replaced, self._resumed_meta)
         if self._watch:
             self._watch.step = pending.step
         if report.skipped and self._nonfinite == "stop":
             raise NonFiniteError(
-                f"step {report.step}: the loss is {report.loss} and the gradient's norm {report.grad_norm}. {self._way_back()}"
+                f"step {report.step}: the loss is {report.loss} and the gradient's norm {report.grad_norm}. {self._saving.way_back()}"
             )
         if report.skipped:
             log.warning(
@@ -351,59 +358,9 @@ class Run:
         return report
 
     def _save(self, report: Report) -> None:
-        if self.snapshots is None or self._last_saved == self.step:
-            return
         assert self.state is not None
-        if bad := self._program.not_finite(self.state):
-            raise NonFiniteError(f"step {self.step}: not finite any more: {', '.join(bad[:10])}. {self._way_back()}")
-        if not self._is_first_save_checked:
-            for warning in exactness.check_before_first_save(
-                self._stream,
-                step=self.step,
-                digest=report.batch_digest,
-                captured=self._program.captured,
-                program=self._program.text,
-            ):
-                log.warning(warning)
-            self._is_first_save_checked = True
-        self.snapshots.save(
-            Snapshot(self.state, self._stream.state(), self._meta(report)),
-            metrics={"loss": report.loss, "eval_loss": report.eval_loss},
-            # The lines up to this step are written; a snapshot must never outlive them.
-            before_commit=self._metrics.sync if self._metrics else lambda: None,
-        )
-        self._last_saved, self._saved_at = self.step, time.monotonic()
-        self._save_agreement = Agreement()
-
-    def _newest_saved(self) -> int | None:
-        return next(reversed(self.snapshots.steps()), None) if self.snapshots else None
-
-    def _way_back(self) -> str:
-        if self.snapshots:
-            self.snapshots.wait()  # a save that is under way counts too
-        saved = self.snapshots.steps()[-1:] if self.snapshots else []
-        here = (
-            f"Nothing of it was saved; the newest snapshot is step {saved[0]}." if saved else "Nothing of it was saved."
-        )
-        return here + " Lower the learning rate or the clip, or let such updates be skipped (nonfinite: skip)."
-
-    def _meta(self, report: Report) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "step": self.step,
-            "config": dict(self._config) if self._config is not None else None,
-            "training": self._training,
-            "mesh": dict(self.mesh.shape),
-            "placement": asdict(self._placement),
-            "leaves": leaf_table(self.plan),
-            "captured": self._program.captured,
-            "program": exactness.program_hash(self._program.text),
-            "went_back_to": self._went_back_to,
-            "restored_from": self._restored_from,
-            "loss_bits": report.loss_bits,
-            "batch_digest": report.batch_digest,
-            **environment(),
-        }
+        # The lines up to this step are written; a snapshot must never outlive them.
+        self._saving.save(self.state, report, before_commit=self._metrics.sync if self._metrics else lambda: None)
 
     # ---------------------------------------------------------------------------------------------- starting
 
@@ -438,3 +395,4 @@ class Run:
 class _Pending:
     step: int
     metrics: dict[str, jax.Array]
+    batch: int

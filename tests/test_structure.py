@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "jaxckpt"
 FLOORS = [
     {"errors", "state", "models", "distributed"},
     {"update", "snapshot", "data", "hf", "observe", "config"},
-    {"exactness", "arguments", "program", "beginning", "evaluation"},
+    {"exactness", "arguments", "program", "beginning", "evaluation", "saving"},
     {"run"},
     {"build"},
     {"train", "cli", "__main__", "__init__"},

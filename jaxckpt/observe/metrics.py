@@ -56,8 +56,8 @@ class MetricsFile:
                 self._private = tempfile.mkdtemp(prefix="jaxckpt-metrics-")
                 self._local = Path(self._private, "metrics.jsonl")
                 _download(self._path, self._local)
-            self.last_step = _truncate_after(self._local, resume_step, shown=self._path)
-            """step of the last line that was kept, 0 if there is none"""
+            self.last_step, self.replaced = _truncate_after(self._local, resume_step, shown=self._path)
+            """step of the last line that was kept, 0 if there is none; and the lines after it, of an earlier life, by step"""
             self._file: BinaryIO = self._local.open("ab", buffering=0)
         except OSError as e:
             self._remove_private()
@@ -120,26 +120,31 @@ def _download(path: str, local: Path) -> None:
         local.touch()
 
 
-def _truncate_after(path: Path, step: int, *, shown: str) -> int:
-    """Cuts the file before the first line of a later step; the step of the last line that stays. Errors call it `shown`."""
-    last = 0
+def _truncate_after(path: Path, step: int, *, shown: str) -> tuple[int, dict[int, dict[str, Any]]]:
+    """Cuts the file before the first line of a later step; the step of the last line that stays, and the lines that go.
+
+    Errors call the file `shown`.
+    """
+    last, replaced = 0, {}
     if not path.exists():
-        return last
+        return last, replaced
     with path.open("rb+") as file:
         end = 0
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break  # cut by a kill
             try:
-                found = json.loads(line)["step"]
+                content = json.loads(line)
+                found = content["step"]
                 is_later = found > step
             except (ValueError, TypeError, KeyError) as e:
                 raise DataError(
                     f"{shown}, line {number}: not a line of metrics ({type(e).__name__}: {e}), so what the resumed run will "
                     "write cannot be joined to it. Mend the line, or move the file away: the snapshots do not need it."
                 ) from e
-            if is_later:
-                break
-            end, last = end + len(line), found
+            if is_later or replaced:
+                replaced[found] = content
+            else:
+                end, last = end + len(line), found
         file.truncate(end)
-    return last
+    return last, replaced

@@ -27,13 +27,17 @@ class Report:
     tokens_per_s: float
     batch_digest: str
     """64-bit fingerprint of the global batch"""
+    batch_key: str
+    """what decides the content of the batch, hashed: two steps of the same key are trained on the same batch"""
+    example: int
+    """number of the first example of the batch"""
     eval_loss: float | None = None
     """mean over the targets of the held-out batches, after the update; only at evaluation steps"""
     skipped: bool = False
     """the update was left out because its loss or gradient was not finite"""
 
 
-def make_report(step: int, values: Mapping[str, Any], *, seconds: float) -> Report:
+def make_report(step: int, values: Mapping[str, Any], *, batch_key: str, example: int, seconds: float) -> Report:
     """A report of the step's metrics as the host read them; `seconds` since the step before was read."""
     tokens = float(values["tokens"])
     return Report(
@@ -45,6 +49,8 @@ def make_report(step: int, values: Mapping[str, Any], *, seconds: float) -> Repo
         tokens=tokens,
         tokens_per_s=tokens / max(seconds, 1e-9),
         batch_digest=to_hex(values["batch_digest"]),
+        batch_key=batch_key,
+        example=example,
         skipped=not bool(values["finite"]),
     )
 

@@ -1,0 +1,164 @@
+"""What a run is fed over its lives: the same batches again, or a refusal that says what changed."""
+
+import numpy as np
+import pytest
+
+from jaxckpt.data.mixture import Mixture
+from jaxckpt.data.randomized import Randomized
+from jaxckpt.data.shuffle import Epochs
+from jaxckpt.errors import DataError, SnapshotError
+from jaxckpt.observe.metrics import read_metrics
+from small import bits, make_run, train
+from tiny import Examples, example
+
+WATCHED = {"data_identity": {"content": "the same by name"}}
+
+
+class Rows:
+    """Rows that are read many at once; row i is example(first + i)."""
+
+    def __init__(self, first, count):
+        self.first, self.count = first, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return example(self.first + i)
+
+    def read_rows(self, numbers):
+        examples = [self[int(i)] for i in numbers]
+        return {name: np.stack([e[name] for e in examples]) for name in examples[0]}
+
+
+def mixture(*schedule):
+    return Mixture({"a": Epochs(Rows(0, 7), seed=1), "b": Epochs(Rows(100, 9), seed=2)}, schedule)
+
+
+def numbers(run_dir):
+    return [(line["step"], line["example"]) for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def digests(reports):
+    return [r.batch_digest for r in reports]
+
+
+@pytest.fixture(scope="module")
+def straight():
+    """Twelve steps of four examples, over 40 examples."""
+    return train(None, 12, data=Examples(40))[0]
+
+
+def test_a_batch_that_is_another_than_in_an_earlier_life_stops_the_run(tmp_path):
+    train(tmp_path, 6, **WATCHED)
+    edited = Examples(20, lambda i: example(i + (1000 if i == 17 else 0)))  # in the batch of step 5
+    with make_run(tmp_path, data=edited, resume=4, **WATCHED) as run:
+        with pytest.raises(
+            DataError, match=r"step 5: the batch has the digest \w+, and an earlier life .* examples \(16"
+        ):
+            list(run.train(6))
+        assert run.snapshots.steps() == [2, 4]
+    reports, _, _ = train(tmp_path, 6, **WATCHED)
+    assert [r.step for r in reports] == [5, 6]
+
+
+def test_a_batch_of_other_data_that_was_allowed_is_not_compared(tmp_path):
+    train(tmp_path, 6, **WATCHED)
+    other = {"data": Examples(20, lambda i: example(i + 50)), "data_identity": {"content": "other"}}
+    with (
+        pytest.raises(DataError, match="content was 'the same by name' and is 'other'"),
+        make_run(tmp_path, resume=4, **other) as run,
+    ):
+        list(run.train(6))
+    reports, _, _ = train(tmp_path, 6, resume=4, allow_changed=("data",), **other)
+    assert [r.step for r in reports] == [5, 6]
+
+
+def test_skipped_steps_give_the_run_the_batches_after_them(straight, tmp_path):
+    reports, _, _ = train(tmp_path, 6, data=Examples(40), skip=[(3, 5)])
+    assert digests(reports) == digests([*straight[:2], *straight[5:9]])
+    assert numbers(tmp_path) == [(1, 0), (2, 4), (3, 20), (4, 24), (5, 28), (6, 32)]
+
+
+def test_after_a_spike_one_goes_back_and_leaves_its_batches_out(straight, tmp_path):
+    train(tmp_path, 6, data=Examples(40))
+    with (
+        make_run(tmp_path, data=Examples(40), skip=[(3, 4)]) as run,
+        pytest.raises(DataError, match="goes on after step 6"),
+    ):
+        list(run.train(8))
+    again, _, _ = train(tmp_path, 6, data=Examples(40), skip=[(3, 4)], resume=2)
+    assert digests(again) == digests(straight[4:8])
+    more, _, run = train(tmp_path, 8, data=Examples(40), skip=[(3, 4), (7, 7)])
+    assert digests(more) == digests(straight[9:11])
+    assert run._stream.state()["skipped"] == [[3, 4], [7, 7]]
+    with (
+        make_run(tmp_path, data=Examples(40)) as run,
+        pytest.raises(DataError, match=r"trained with skip \[\[3, 4\], \[7, 7\]\]"),
+    ):
+        list(run.train(9))
+
+
+def test_a_batch_size_that_changes_at_a_resume_uses_every_example_once(tmp_path):
+    train(tmp_path, 3, data=Examples(40))
+    with (
+        make_run(tmp_path, data=Examples(40), global_batch=8) as run,
+        pytest.raises(SnapshotError, match="global_batch: was 4, now 8"),
+    ):
+        list(run.train(5))
+    train(tmp_path, 5, data=Examples(40), global_batch=8, allow_changed=("global_batch",))
+    train(tmp_path, 7, data=Examples(40), global_batch=2, allow_changed=("global_batch",))
+    assert numbers(tmp_path) == [(1, 0), (2, 4), (3, 8), (4, 12), (5, 20), (6, 28), (7, 30)]
+
+
+def test_a_mixture_that_changes_its_weights_on_a_schedule_resumes_bit_for_bit_anywhere(tmp_path):
+    weights = [(0, {"a": 1, "b": 1}), (3, {"a": 1, "b": 3}), (5, {"b": 1})]
+    whole, _, _ = train(None, 8, data=mixture(*weights), **WATCHED)
+    first, _, _ = train(tmp_path, 4, data=mixture(*weights), **WATCHED)
+    second, _, _ = train(tmp_path, 8, data=mixture(*weights), **WATCHED)
+    assert bits(first + second) == bits(whole)
+
+
+def test_weights_that_change_at_a_resume_are_recorded_and_every_component_goes_on(tmp_path):
+    before, after = {"a": 3, "b": 1}, {"a": 1, "b": 1}
+    train(tmp_path, 4, data=mixture((0, before)), **WATCHED)
+    train(tmp_path, 6, data=mixture((0, after)), **WATCHED)
+    third, _, run = train(tmp_path, 8, data=mixture((0, after)), **WATCHED)
+    assert run._stream.state()["segments"] == [[0, before], [16, after]]
+    planned, _, _ = train(None, 8, data=mixture((0, before), (4, after)), **WATCHED)
+    assert digests(third) == digests(planned[6:])
+
+
+def test_an_earlier_life_with_other_weights_is_not_compared(tmp_path):
+    train(tmp_path, 8, data=mixture((0, {"a": 1})), **WATCHED)
+    reports, _, _ = train(tmp_path, 8, data=mixture((0, {"b": 1})), resume=4, **WATCHED)
+    assert [r.step for r in reports] == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("source", [Examples(9), Rows(0, 9)], ids=["one by one", "many at once"])
+def test_randomness_is_a_function_of_seed_and_example_number(source, tmp_path):
+    def noisy(e, rng):
+        return {**e, "x": (e["x"] + rng.normal(size=e["x"].shape)).astype(np.float32)}
+
+    data = lambda seed: Randomized(Epochs(source, seed=0), noisy, seed=seed)
+    whole, _, _ = train(None, 6, data=data(1), **WATCHED)
+    first, _, _ = train(tmp_path, 2, data=data(1), **WATCHED)
+    second, _, _ = train(tmp_path, 6, data=data(1), **WATCHED)
+    assert bits(first + second) == bits(whole)
+    assert len(set(digests(whole))) == 6 and not set(digests(train(None, 6, data=data(2), **WATCHED)[0])) & set(
+        digests(whole)
+    )
+    seen = [data(1)[i]["x"] for i in range(18)]  # two epochs: the second draws anew
+    assert len({x.tobytes() for x in seen}) == 18
+
+
+def test_a_transform_that_changes_shapes_or_fails_is_named_with_its_example():
+    rows = Epochs(Rows(0, 9), seed=None)
+    for transform, message in [
+        (lambda e, rng: {"x": e["x"][: 3 - (e["mask"].sum() == 1)]}, r"example \d: the transform makes field 'x'"),
+        (lambda e, rng: {**e, **({"more": 1} if e["mask"].sum() == 1 else {})}, "always of the same fields"),
+        (lambda e, rng: 1 // 0, "example 0: the transform raised ZeroDivisionError"),
+        (lambda e, rng: None, "example 0: the transform must return a mapping"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            Randomized(rows, transform, seed=0).read_rows(np.arange(9))
