@@ -41,9 +41,10 @@ SMALL = (
 )
 
 
-def command(run_dir: Path, *overrides: str, options: tuple[str, ...] = ()) -> list[str]:
-    train = [sys.executable, "-m", "jaxckpt.train", "--config", "configs/tiny.yaml", *options]
-    return [*train, f"run_dir={run_dir}", *SMALL, *overrides]
+def command(run_dir: Path, *overrides: str, options: tuple[str, ...] = (), config: Path | None = None) -> list[str]:
+    """Trains by `config`, or by a small version of configs/tiny.yaml."""
+    train = [sys.executable, "-m", "jaxckpt.train", "--config", str(config or "configs/tiny.yaml"), *options]
+    return [*train, f"run_dir={run_dir}", *(SMALL if config is None else ()), *overrides]
 
 
 def start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
@@ -71,8 +72,8 @@ def finish(process: subprocess.Popen[str], *, expect: int | None = 0) -> str:
     return output
 
 
-def train(run_dir: Path, *overrides: str, options: tuple[str, ...] = (), expect: int = 0) -> str:
-    return finish(start(command(run_dir, *overrides, options=options)), expect=expect)
+def train(run_dir: Path, *overrides: str, expect: int = 0, **options: Any) -> str:
+    return finish(start(command(run_dir, *overrides, **options)), expect=expect)
 
 
 def share_compilations(source: Path, run_dir: Path) -> None:

@@ -15,15 +15,15 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def member(run_dir: Path, process: int, port: int, *overrides: str) -> list[str]:
+def member(run_dir: Path, process: int, port: int, *overrides: str, config: Path | None = None) -> list[str]:
     """The command of one of two processes of four devices each."""
     group = (f"distributed.coordinator_address=127.0.0.1:{port}", "distributed.num_processes=2", "mesh.cpu_devices=4")
-    return command(run_dir, *group, f"distributed.process_id={process}", *overrides)
+    return command(run_dir, *group, f"distributed.process_id={process}", *overrides, config=config)
 
 
-def start_two(run_dir: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+def start_two(run_dir: Path, *overrides: str, config: Path | None = None) -> list[subprocess.Popen[str]]:
     port = free_port()
-    return [start(member(run_dir, process, port, *overrides)) for process in range(2)]
+    return [start(member(run_dir, process, port, *overrides, config=config)) for process in range(2)]
 
 
 def kill(processes: list[subprocess.Popen[str]]) -> None:
@@ -34,8 +34,8 @@ def kill(processes: list[subprocess.Popen[str]]) -> None:
         process.communicate(timeout=TIMEOUT_S)
 
 
-def run_two(run_dir: Path, *overrides: str, expect: int = 0) -> list[str]:
-    processes = start_two(run_dir, *overrides)
+def run_two(run_dir: Path, *overrides: str, expect: int = 0, config: Path | None = None) -> list[str]:
+    processes = start_two(run_dir, *overrides, config=config)
     try:
         return [finish(process, expect=expect) for process in processes]
     finally:
