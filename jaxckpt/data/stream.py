@@ -1,6 +1,7 @@
 """The global batches of a run as global `jax.Array`s, read ahead in threads, at a position that is one number."""
 
 import hashlib
+import itertools
 import json
 import logging
 import queue
@@ -58,10 +59,8 @@ class BatchStream:
         self._dataset = as_dataset(source)
         self._epoch_length = len(source)
         self._rows = local_rows(self._row_sharding, global_batch)
-        # Rows of tokens are read in one pass, which the thread that reads ahead does itself. Grain's own defaults are 16
-        # threads and 500 elements, and an element is a whole batch here.
-        threads = 0 if reads_rows(self._dataset) else num_threads
-        self._options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(1, threads))
+        # Grain's own defaults are 16 threads and 500 elements, and an element is a whole batch here.
+        self._options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=max(1, num_threads))
         self._prefetch = prefetch
         self._ahead: _ReadAhead | None = None
         self.identity: Mapping[str, Any] = self._probe() if identity is None else dict(identity)
@@ -109,8 +108,7 @@ class BatchStream:
     def start(self) -> None:
         """Begins to read ahead, so that the first batch is ready when compilation or a restore is."""
         if self._ahead is None:
-            batches = self._global_batches(first=self._handed_out).map(self._to_device)
-            self._ahead = _ReadAhead(iter(batches.to_iter_dataset(self._options)), self._prefetch)
+            self._ahead = _ReadAhead(self._batches_on_device(), self._prefetch)
 
     def close(self) -> None:
         """Stops the threads and drops what was read ahead. The position stays; `next` starts again from there."""
@@ -212,6 +210,13 @@ class BatchStream:
                 raise DataError(f"field '{path}' of shape {shape} cannot be cut as {sharding.spec}: {e}") from None
             structs.append(jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding))
         return jax.tree.unflatten(structure, structs)
+
+    def _batches_on_device(self) -> Any:
+        """Iterator over the batches from the position on."""
+        batches = self._global_batches(first=self._handed_out)
+        if reads_rows(self._dataset):  # in one pass, which the thread that reads ahead does itself
+            return (self._to_device(batches[k]) for k in itertools.count())
+        return iter(batches.map(self._to_device).to_iter_dataset(self._options))
 
     def _global_batches(self, *, first: int) -> GlobalBatches:
         return GlobalBatches(self._dataset, self._course, self._rows, first=first)
