@@ -130,6 +130,26 @@ def test_grain_still_drops_a_document_when_concat_then_split_is_restored():
     assert "drops a document" in refusal(rows().map(lambda x: x).batch(2))
 
 
+def test_grain_still_saves_a_wrong_state_in_the_second_epoch_of_what_it_interleaves():
+    def twice():
+        parts = [numbers(3).to_iter_dataset(), MapDataset.range(10, 13).to_iter_dataset()]
+        return experimental.RepeatIterDataset(experimental.InterleaveIterDataset(parts, cycle_length=2), 2)
+
+    whole = list(twice())
+    iterator = iter(twice())
+    for _ in range(8):
+        next(iterator)
+    restored = iter(twice())
+    restored.set_state(json.loads(json.dumps(iterator.get_state())))
+    assert list(restored) != whole[8:], "Grain has mended RepeatIterDataset: the guard may go"
+    assert "from the second epoch on" in refusal(twice().map(lambda x: x))
+    workers = grain.MultiprocessingOptions(num_workers=2)
+    assert "from the second epoch on" in refusal(
+        experimental.RepeatIterDataset(numbers(9).to_iter_dataset().mp_prefetch(workers))
+    )
+    assert check_dataset(experimental.RepeatIterDataset(numbers(9).to_iter_dataset())) == []
+
+
 def test_every_problem_is_told_at_once_however_deep_it_lies():
     short = numbers(4**8 + 1).shuffle(1).to_iter_dataset()
     inner = experimental.InterleaveIterDataset([short, window(10, 4, 0).to_iter_dataset()], cycle_length=2)

@@ -114,6 +114,12 @@ def _problems(node: Any, is_iterated: bool) -> Iterator[str]:
             f"{what} of a MapDataset: what it drops stays in its place as None, so an example's number says nothing. "
             "Filter the source before it becomes a MapDataset, or go on with .to_iter_dataset()."
         )
+    elif isinstance(node, grain.experimental.RepeatIterDataset):
+        if any(isinstance(below, interleave.InterleaveIterDataset) for below, _ in _walk(node)):
+            yield (
+                "RepeatIterDataset over mp_prefetch or InterleaveIterDataset: from the second epoch on, the state that "
+                "Grain saves is not where it is. Leave it out: data that ends begins again by itself."
+            )
     elif isinstance(node, grain.experimental.ConcatThenSplitIterDataset):
         yield (
             "ConcatThenSplitIterDataset: restored from a saved state, Grain drops a document wherever a row ended with "
