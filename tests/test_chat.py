@@ -20,6 +20,9 @@ from chat_templates import (
     TOOLS,
 )
 from jaxckpt.data.chat import make_renderer
+from jaxckpt.data.prepare import Settings, prepare
+from jaxckpt.data.sources import Wanted
+from jaxckpt.data.store import TokenStore
 from jaxckpt.errors import DataError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -276,3 +279,28 @@ def test_the_fingerprint_follows_what_decides_the_text():
     ]
     assert len({r.fingerprint for r in renderers}) == len(renderers)
     assert chat(CHATML).fingerprint == chat(CHATML).fingerprint
+
+
+def prepared(tmp_path, records, render):
+    """The token store of `records`."""
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = Settings(wanted=Wanted(render=render), render=render.fingerprint)
+    prepare([tmp_path / "data.jsonl"], tmp_path / "store", settings)
+    return TokenStore(tmp_path / "store")
+
+
+def test_a_store_of_conversations_learns_the_answers_alone(tmp_path):
+    store = prepared(tmp_path, [{"messages": MESSAGES}, {"messages": MESSAGES[1:3]}], chat(CHATML_TAGS))
+    assert store.loss_mask is not None
+    text, answers = RENDERED["chatml with tags"][1:]
+    of_first = slice(0, len(text.encode()) + 1)
+    assert bytes(store.tokens[of_first][:-1].astype("uint8")).decode() == text and store.tokens[of_first][-1] == 256
+    assert bytes(store.tokens[store.loss_mask == 1].astype("uint8")).decode() == "".join(answers) + answers[0]
+
+
+def test_bad_conversations_are_named_with_file_and_line_and_no_store_is_made(tmp_path):
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, [{"messages": MESSAGES}, {"messages": []}, {"text": "a"}], chat(CHATML))
+    assert "data.jsonl:2: field 'messages' is a list, but empty" in str(caught.value)
+    assert "data.jsonl:3: there is no field 'messages'" in str(caught.value)
+    assert not (tmp_path / "store" / "store.json").exists()

@@ -54,8 +54,8 @@ def check_dataset(dataset: Any) -> list[str]:
     if seeds:
         warnings.append(
             f"shuffle(seed) with seed {' and '.join(map(str, sorted(set(seeds))))}: Grain adds the epoch to the seed, so "
-            "epoch 1 of seed s has the order of epoch 0 of seed s + 1. Use jaxckpt.data.hashed_seed(seed, 'shuffle'), "
-            "or jaxckpt.data.Epochs(source, seed=seed) instead of shuffle and repeat."
+            "epoch 1 of seed s has the order of epoch 0 of seed s + 1. Use jaxckpt.data.guards.hashed_seed(seed, 'shuffle'), "
+            "or jaxckpt.data.ShuffledEpochs(source, seed=seed) instead of shuffle and repeat."
         )
     if _is_batched(dataset):
         warnings.append(
@@ -106,7 +106,7 @@ def _problems(node: Any, is_iterated: bool) -> Iterator[str]:
             yield (
                 f"WindowShuffleMapDataset of {length} examples in windows of {window}: the last window is not full, and "
                 f"then Grain leaves examples out and repeats others. Cut it to ds[:{length // window * window}], or use "
-                "WindowShuffleIterDataset or jaxckpt.data.Epochs(source, seed=...)."
+                "WindowShuffleIterDataset or jaxckpt.data.ShuffledEpochs(source, seed=...)."
             )
     elif isinstance(node, filter.FilterMapDataset | flatmap.FlatMapMapDataset) and not is_iterated:
         what = "filter" if isinstance(node, filter.FilterMapDataset) else "FlatMap"
@@ -137,7 +137,7 @@ def _shuffle_problems(length: int) -> Iterator[str]:
     elif length > 1 << 16 and _is_power_of_four(length - 1):
         yield (
             f"shuffle of {length} examples: for 4^k + 1 of them Grain's order is no permutation, one never comes and "
-            f"another comes twice. Use ds[:{length - 1}], or jaxckpt.data.Epochs(source, seed=...)."
+            f"another comes twice. Use ds[:{length - 1}], or jaxckpt.data.ShuffledEpochs(source, seed=...)."
         )
 
 
