@@ -9,6 +9,7 @@ import jax
 from etils import epath
 
 from jaxckpt import exactness
+from jaxckpt.data.iterated_stream import IteratedStream
 from jaxckpt.data.stream import BatchStream
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot
@@ -46,7 +47,7 @@ class Beginning:
 
     plan: TrainState
     init: Callable[[], TrainState]
-    stream: BatchStream
+    stream: BatchStream | IteratedStream
     group: Group
     snapshots: Snapshots | None
     resume: resuming.Resume

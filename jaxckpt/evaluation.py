@@ -17,8 +17,8 @@ class Evaluation:
         self, held_out: Any, eval_fn: Any, *, every: int, batches: int, global_batch: int, sharding: NamedSharding
     ) -> None:
         self._eval_fn, self._every = eval_fn, every
-        self._batches = max(1, min(batches, len(held_out) // global_batch))
         self._stream = BatchStream(held_out, global_batch=global_batch, sharding=sharding, identity={})
+        self._batches = max(1, min(batches, len(held_out) // global_batch))
 
     def is_due(self, step: int) -> bool:
         return step % self._every == 0

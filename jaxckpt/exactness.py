@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxckpt.data.iterated_stream import IteratedStream
 from jaxckpt.data.reproducible import check_reproducible
 from jaxckpt.data.stream import BatchStream
 from jaxckpt.errors import DataError, SnapshotError
@@ -34,12 +35,13 @@ def check_settings(run_dir: Any, stored: Mapping[str, Any], given: Mapping[str, 
         )
 
 
-def check_batch(stream: BatchStream, *, step: int, digest: str) -> None:
+def check_batch(stream: BatchStream | IteratedStream, *, step: int, digest: str) -> None:
     """The last batch that was handed out, made again, must be the one that `step` was trained on.
 
-    In a run of several processes none has the whole batch, and the data's own identity must do.
+    In a run of several processes none has the whole batch, and the data's own identity must do; so must it where a batch
+    cannot be made again.
     """
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 or not isinstance(stream, BatchStream):
         return
     leaves = jax.tree.leaves(stream.batch_at(stream.batches - 1))
     again = to_hex(combine([jax.numpy.asarray(np_fingerprint(x)) for x in leaves]))
@@ -88,13 +90,13 @@ def _changes(key: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def check_before_first_save(
-    stream: BatchStream, *, step: int, digest: str, captured: Sequence[Mapping[str, Any]], program: str
+    stream: BatchStream | IteratedStream, *, step: int, digest: str, captured: Sequence[Mapping[str, Any]], program: str
 ) -> list[str]:
     """Warnings of what could make a resume inexact; raises where it would not be exact.
 
     The batch just trained on is built again, so this comes before the next one is drawn.
     """
-    warning = check_reproducible(stream, stream.batches - 1)
+    warning = check_reproducible(stream, stream.batches - 1) if isinstance(stream, BatchStream) else None
     check_batch(stream, step=step, digest=digest)
     warnings = [warning] if warning else []
     if re.search(r"\b(pure|io)_callback\[", program):

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 import optax
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from jaxckpt import exactness
 from jaxckpt.arguments import check_arguments, check_microbatches
 from jaxckpt.beginning import Beginning
+from jaxckpt.data.iterated_stream import IteratedStream
 from jaxckpt.data.stream import BatchStream
 from jaxckpt.distributed import watch
 from jaxckpt.distributed.sync import Agreement, Group
@@ -46,7 +48,9 @@ class Run:
 
     model: called as model(nnx.Rngs) -> nnx.Module. loss: loss(model, batch) -> (sum over targets, number of targets).
     data: a grain.MapDataset or a sequence of examples (dicts of arrays); global batch k is examples
-    [k*global_batch, (k+1)*global_batch) of it, on any number of processes. held_out: the same for evaluation.
+    [k*global_batch, (k+1)*global_batch) of it, on any number of processes. Or a grain.IterDataset of each process's own
+    examples, which resumes on as many processes only. skip: [(first step, last step)] whose batches are left out.
+    held_out: as data with random access, for evaluation.
     compute_dtype: 'bfloat16' computes in it and keeps float32 master weights. snapshots: where to save; without it
     nothing is saved. resume: which snapshot to continue from, see `jaxckpt.snapshot.resume.Resume`. restore_from: where a
     run that has no snapshot yet begins: 'RUN_DIR', 'RUN_DIR@STEP' or 'RUN_DIR@PIN' of another run, local or gs://; with
@@ -107,13 +111,11 @@ class Run:
 
         rows = batch_sharding(self.mesh)
         with self.phases.phase("data"):
-            self._stream = BatchStream(
-                data,
-                global_batch=global_batch,
-                sharding=rows,
-                identity=data_identity,
-                skip=skip,
-                num_threads=num_threads,
+            source = {"global_batch": global_batch, "sharding": rows, "identity": data_identity, "skip": skip}
+            self._stream = (
+                IteratedStream(data, group=self._group, **source)
+                if isinstance(data, grain.IterDataset)
+                else BatchStream(data, num_threads=num_threads, **source)
             )
             batch = self._stream.batch_struct()
         check_microbatches(self.mesh, global_batch, accumulation_steps)

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxckpt import exactness
 from jaxckpt.beginning import Begun
+from jaxckpt.data.iterated_stream import IteratedStream
 from jaxckpt.data.stream import BatchStream
 from jaxckpt.distributed.sync import Agreement
 from jaxckpt.errors import NonFiniteError
@@ -29,7 +30,7 @@ class Saving:
         self,
         snapshots: Snapshots | None,
         plan: TrainState,
-        stream: BatchStream,
+        stream: BatchStream | IteratedStream,
         program: Program,
         *,
         settings: Mapping[str, Any],

@@ -1,5 +1,6 @@
 """What a run is fed over its lives: the same batches again, or a refusal that says what changed."""
 
+import grain
 import numpy as np
 import pytest
 
@@ -162,3 +163,49 @@ def test_a_transform_that_changes_shapes_or_fails_is_named_with_its_example():
     ]:
         with pytest.raises(DataError, match=message):
             Randomized(rows, transform, seed=0).read_rows(np.arange(9))
+
+
+def shuffled_in_a_window():
+    """Forty examples in an order that only Grain's iterator knows."""
+    data = grain.MapDataset.source(Examples(40)).repeat().to_iter_dataset()
+    return grain.experimental.WindowShuffleIterDataset(data, window_size=7, seed=3)
+
+
+def test_an_iter_dataset_resumes_bit_for_bit(tmp_path):
+    whole, _, _ = train(None, 9, data=shuffled_in_a_window())
+    first, _, _ = train(tmp_path, 4, data=shuffled_in_a_window())
+    second, _, _ = train(tmp_path, 9, data=shuffled_in_a_window())
+    assert bits(first + second) == bits(whole) and len(set(digests(whole))) == 9
+
+
+def test_steps_of_an_iter_dataset_are_skipped_too(tmp_path):
+    whole, _, _ = train(None, 9, data=shuffled_in_a_window())
+    first, _, _ = train(tmp_path, 4, data=shuffled_in_a_window(), skip=[(3, 4), (5, 5)])
+    second, _, _ = train(tmp_path, 5, data=shuffled_in_a_window(), skip=[(3, 4), (5, 5)])
+    assert digests(first + second) == digests([*whole[:2], *whole[4:6], whole[7]])
+
+
+def test_a_run_does_not_go_over_from_random_access_to_an_iterator_or_back(tmp_path):
+    train(tmp_path / "a", 2, data=Examples(40))
+    with (
+        make_run(tmp_path / "a", data=shuffled_in_a_window()) as run,
+        pytest.raises(DataError, match="have no numbers"),
+    ):
+        list(run.train(4))
+    train(tmp_path / "b", 2, data=shuffled_in_a_window())
+    with (
+        make_run(tmp_path / "b", data=Examples(40)) as run,
+        pytest.raises(DataError, match="the data changed: dataset was"),
+    ):
+        list(run.train(4))
+
+
+def test_data_to_evaluate_on_needs_random_access():
+    with pytest.raises(DataError, match="cannot be resumed exactly"):
+        make_run(data=Examples(40), held_out=shuffled_in_a_window(), eval_every=2)
+
+
+def test_a_grain_data_set_that_is_no_permutation_is_refused_before_anything_is_trained():
+    data = grain.MapDataset.range(4**8 + 1).shuffle(seed=1).map(lambda i: example(int(i)))
+    with pytest.raises(DataError, match="65537"):
+        make_run(data=data)

@@ -1,5 +1,6 @@
 """Rows of token stores: every target once, no document sees another, and any order of reading gives the same."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_pieces_hold_every_target_of_every_document_once_and_nothing_across_docu
     tokens, offsets = flat(lengths)
     rows = PieceRows(tokens, offsets, seq_len=seq_len, is_packed=is_packed)
     pairs = Counter(pair for i in range(len(rows)) for pair in targets_of(rows[i]))
-    expected = Counter((t, t + 1) for a, b in zip(offsets[:-1], offsets[1:], strict=True) for t in range(a + 1, b))
+    expected = Counter((t, t + 1) for a, b in itertools.pairwise(offsets) for t in range(a + 1, b))
     assert pairs == expected
 
 
@@ -90,7 +91,7 @@ def test_packing_places_every_piece_once_in_no_row_longer_than_its_width(lengths
     width = max(lengths, default=1) + spare
     starts, pieces = pack(np.array(lengths, np.int32), width)
     assert sorted(pieces.tolist()) == list(range(len(lengths)))
-    rows = [pieces[a:b].tolist() for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    rows = [pieces[a:b].tolist() for a, b in itertools.pairwise(starts)]
     assert all(row and sum(lengths[p] for p in row) <= width for row in rows)
 
 
@@ -112,7 +113,7 @@ def best_fit_decreasing(lengths, width):
 def test_packing_is_best_fit_decreasing(lengths, spare):
     width = max(lengths, default=1) + spare
     starts, pieces = pack(np.array(lengths, np.int32), width)
-    filled = [sum(lengths[p] for p in pieces[a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    filled = [sum(lengths[p] for p in pieces[a:b]) for a, b in itertools.pairwise(starts)]
     assert sorted(width - f for f in filled) == best_fit_decreasing(lengths, width)
 
 

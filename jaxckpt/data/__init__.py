@@ -2,7 +2,9 @@
 
 from jaxckpt.data.batches import GlobalBatches as GlobalBatches
 from jaxckpt.data.batches import local_rows as local_rows
+from jaxckpt.data.guards import hashed_seed as hashed_seed
 from jaxckpt.data.mixture import Mixture as Mixture
+from jaxckpt.data.randomized import Randomized as Randomized
 from jaxckpt.data.reproducible import check_reproducible as check_reproducible
 from jaxckpt.data.rows import CutRows as CutRows
 from jaxckpt.data.rows import PieceRows as PieceRows

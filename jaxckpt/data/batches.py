@@ -186,3 +186,43 @@ def _narrow(column: np.ndarray, numbers: Sequence[int], structure: Any, leaf: in
             f"({column.dtype}), which does not fit {dtype}. Bring it into range, or set jax_enable_x64."
         )
     return narrow
+
+
+def struct_of(leaves: Sequence[Any], structure: Any, sharding: NamedSharding, global_batch: int) -> PyTree:
+    """A batch of examples with such leaves as `jax.ShapeDtypeStruct`s, cut as `sharding` says."""
+    structs = []
+    for path, leaf in zip(paths_of(structure), leaves, strict=True):
+        shape = (global_batch, *leaf.shape)
+        cut = _for_rank(sharding, len(shape))
+        try:
+            cut.shard_shape(shape)
+        except ValueError as e:
+            raise DataError(f"field '{path}' of shape {shape} cannot be cut as {cut.spec}: {e}") from None
+        structs.append(jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=cut))
+    return jax.tree.unflatten(structure, structs)
+
+
+def place_batch(batch: PyTree, sharding: NamedSharding, global_batch: int, rows: np.ndarray) -> PyTree:
+    """This process's `rows` of a batch, as numpy, as global `jax.Array`s[global_batch, ...].
+
+    No collective, and no order among processes: safe in threads.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(batch, jax.tree.map(lambda x: _for_rank(sharding, x.ndim), batch))
+    return jax.tree.map(lambda x: _to_array(x, _for_rank(sharding, x.ndim), global_batch, rows), batch)
+
+
+def _to_array(x: np.ndarray, sharding: NamedSharding, global_batch: int, rows: np.ndarray) -> jax.Array:
+    shape = (global_batch, *x.shape[1:])
+    if all(axes is None for axes in sharding.spec[1:]):
+        return jax.make_array_from_process_local_data(sharding, x, shape)
+    place = {row: i for i, row in enumerate(rows.tolist())}
+
+    def piece(index: Any) -> np.ndarray:
+        return x[[place[row] for row in range(*index[0].indices(global_batch))]][:, *index[1:]]
+
+    return jax.make_array_from_callback(shape, sharding, piece)
+
+
+def _for_rank(sharding: NamedSharding, rank: int) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rank]), memory_kind=sharding.memory_kind)

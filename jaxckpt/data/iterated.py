@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxckpt.data.batches import PyTree, as_example, batch_sharding, stack_examples
 from jaxckpt.data.guards import allow_workers, check_dataset, worker_counts
-from jaxckpt.data.stream import _ReadAhead
+from jaxckpt.data.read_ahead import ReadAhead
 from jaxckpt.errors import DataError
 
 log = logging.getLogger("jaxckpt")
@@ -54,7 +54,7 @@ class IteratedBatches:
         self._dataset = dataset
         self._rows, self._process, self._processes, self._prefetch = rows, process, processes, prefetch
         self._place = Place()
-        self._ahead: _ReadAhead | None = None
+        self._ahead: ReadAhead | None = None
         self._held: tuple[PyTree, Place] | None = None
 
     def __iter__(self) -> Iterator[PyTree]:
@@ -91,7 +91,7 @@ class IteratedBatches:
     def start(self) -> None:
         """Begins to read ahead."""
         if self._ahead is None:
-            self._ahead = _ReadAhead(_Draws(self._dataset, self._rows, self._place), self._prefetch)
+            self._ahead = ReadAhead(_Draws(self._dataset, self._rows, self._place), self._prefetch)
 
     def close(self) -> None:
         """Ends threads and workers, waits for the read that is under way. The position stays; `take` starts again from there."""

@@ -63,21 +63,38 @@ class Group:
         does not come. `what` is the same at each call of one place, without step numbers: a later call of the same name
         frees the memory of the earlier ones.
         """
+        found, absent = self._exchange(what, error)
+        late = {i: f"did not come within {self.timeout_s:g} s" for i in absent}
+        return dict(sorted({**{i: e for i, e in found.items() if e is not None}, **late}.items()))
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """The JSON values of all processes, in their order, the same on every process. Raises as `barrier` does."""
+        found, absent = self._exchange(what, value)
+        if absent:
+            missing = ", ".join(f"process {i}" for i in absent)
+            raise DistributedError(
+                f"process {process_number()[0]} waited for the other processes to {what}: {missing} did not come within "
+                f"{self.timeout_s:g} s"
+            )
+        return [found[i] for i in sorted(found)]
+
+    def _exchange(self, what: str, value: Any) -> tuple[dict[int, Any], list[int]]:
+        """({process: its JSON value}, the processes that did not come), the same on every process."""
         if self._is_alone:
-            return {} if error is None else {0: error}
+            return {0: value}, []
         base, number = self._next_key(what)
         key = f"{base}/{number}"
-        client().key_value_set(f"{key}/from/{jax.process_index()}", json.dumps(error))
+        client().key_value_set(f"{key}/from/{jax.process_index()}", json.dumps(value))
         if not self.is_primary:
             # Process 0 waits for the others from the moment it comes itself.
             self._blocking_get(what, f"{key}/from/0", self.timeout_s)
             answer = json.loads(self._blocking_get(what, f"{key}/all", self.timeout_s + _ANSWER_MARGIN_S))
-            return {int(i): text for i, text in answer.items()}
+            return {int(i): v for i, v in answer["found"].items()}, answer["absent"]
         found, absent = self._collect(what, key)
-        client().key_value_set(f"{key}/all", json.dumps(found))
+        client().key_value_set(f"{key}/all", json.dumps({"found": found, "absent": absent}))
         if not absent and number > 0:
             client().key_value_delete(f"{base}/{number - 1}")  # everybody is past it
-        return {i: text for i, text in found.items()}
+        return found, absent
 
     def from_primary(self, what: str, decide: Callable[[], Any]) -> Any:
         """The JSON value that `decide()` gives on process 0. If it raises there, every process raises."""
@@ -97,21 +114,18 @@ class Group:
         client().key_value_set(key, json.dumps({"value": value}))
         return value
 
-    def _collect(self, what: str, key: str) -> tuple[dict[int, str], list[int]]:
-        """({process: its error, absent ones too}, the absent ones), on process 0."""
+    def _collect(self, what: str, key: str) -> tuple[dict[int, Any], list[int]]:
+        """({process: its value}, the absent ones), on process 0."""
         deadline = time.monotonic() + self.timeout_s
         found, absent = {}, []
         for i in range(jax.process_count()):
             try:
                 left_ms = max(1, int((deadline - time.monotonic()) * 1000))
-                error = json.loads(client().blocking_key_value_get(f"{key}/from/{i}", left_ms))
+                found[i] = json.loads(client().blocking_key_value_get(f"{key}/from/{i}", left_ms))
             except Exception as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise self._gave_up(what, self.timeout_s, e) from e
                 absent.append(i)
-                error = f"did not come within {self.timeout_s:g} s"
-            if error is not None:
-                found[i] = error
         return found, absent
 
     def _next_key(self, what: str) -> tuple[str, int]:

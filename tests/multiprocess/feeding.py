@@ -1,10 +1,14 @@
 """The data that the processes of `feeds.py` draw from, and the test that they are compared in."""
 
+import grain
+import jax
 import numpy as np
 
+from jaxckpt.data.iterated_stream import IteratedStream
 from jaxckpt.data.randomized import Randomized
 from jaxckpt.data.stores import make_store_datasets
 from jaxckpt.data.stream import BatchStream
+from jaxckpt.distributed.sync import Group
 
 ROWS = 8
 SEQ_LEN = 31  # rows of 32 tokens, which two devices can share
@@ -28,3 +32,11 @@ def open_stream(stores, sharding):
     )
     data = Randomized(sets.train, masked, seed=3)
     return BatchStream(data, global_batch=ROWS, sharding=sharding, identity=sets.identity, skip=[(6, 7)])
+
+
+def open_iterated(sharding):
+    """Eight examples a batch, each process's own, in an order that only its iterator knows."""
+    data = grain.MapDataset.range(100).map(lambda i: {"number": np.int32(i)})
+    own = data[jax.process_index() :: jax.process_count()].repeat().to_iter_dataset()
+    shuffled = grain.experimental.WindowShuffleIterDataset(own, window_size=9, seed=1)
+    return IteratedStream(shuffled, global_batch=ROWS, sharding=sharding, group=Group(timeout_s=60), skip=[(3, 3)])

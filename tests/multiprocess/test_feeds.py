@@ -64,7 +64,7 @@ def draw(stores, count, state, *, processes, axes, spec):
     finally:
         kill(group)
     assert all(answer == answers[0] for answer in answers)
-    return answers[0]["digests"], answers[0]["state"]
+    return answers[0].get("digests"), answers[0].get("state") or answers[0]["refused"]
 
 
 def test_any_number_of_processes_on_any_mesh_is_fed_the_same_and_goes_on_where_another_left_off(stores, expected):
@@ -81,3 +81,13 @@ def test_any_number_of_processes_on_any_mesh_is_fed_the_same_and_goes_on_where_a
         digests += drawn
     assert digests == expected
     assert len(json.dumps(state)) < 600
+
+
+def test_an_iterator_on_each_process_goes_on_exactly_with_as_many_and_is_refused_with_fewer():
+    two = {"processes": 2, "axes": {"data": 4}, "spec": ["data"]}
+    whole, _ = draw("iterated", 9, None, **two)
+    first, state = draw("iterated", 4, None, **two)
+    second, _ = draw("iterated", 5, state, **two)
+    assert first + second == whole and len(set(whole)) == 9
+    _, refusal = draw("iterated", 5, state, processes=1, axes={"data": 4}, spec=["data"])
+    assert "it was saved by 2 processes and is to go on with 1" in refusal
