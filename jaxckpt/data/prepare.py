@@ -23,7 +23,7 @@ from jaxckpt.data.streams import Batch, Streams
 from jaxckpt.data.tokens import SHOWN_PROBLEMS, load_tokenizer, split_place
 from jaxckpt.errors import DataError, listed
 
-_BATCH_CHARACTERS, _BATCH_DOCUMENTS = 1 << 20, 4096
+_BATCH_DOCUMENTS = 4096
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class Watch:
     stop: Callable[[], bool] = lambda: False
     save_every: int = 64 << 20
     """bytes of output between two places to go on from"""
+    batch_characters: int = 1 << 20
+    """of text that is encoded together; the tokenizer takes about 120 bytes of memory for each"""
 
 
 class _BadInput(DataError):
@@ -307,7 +309,7 @@ class _Work:
                 else:
                     batch.add(number, found, *self._side(found, filler))
                 batch.position = (number, place)
-                if batch.characters >= _BATCH_CHARACTERS or len(batch.documents) >= _BATCH_DOCUMENTS:
+                if batch.characters >= self._watch.batch_characters or len(batch.documents) >= _BATCH_DOCUMENTS:
                     yield batch
                     batch = Batch(position=(number, place))
             place = Place()
