@@ -144,13 +144,12 @@ def _local(entry: str, problems: list[str], in_directory: Callable[[str], bool])
     path = Path(entry)
     if path.is_dir():
         try:
-            here = sorted(os.listdir(path))
+            here = sorted(e.name for e in os.scandir(path) if not e.is_dir())
         except OSError as e:
             problems.append(f"{entry}: cannot be listed ({e.strerror})")
             return
         for name in _of_directory(entry, here, lambda n: (path / n).read_bytes(), problems, in_directory):
-            if (path / name).is_file() or not is_known(name):
-                yield from _stat(name, path / name, problems)
+            yield from _stat(name, path / name, problems)
     elif path.exists():
         yield from _stat(path.name, path, problems)
     elif not glob.has_magic(entry):
