@@ -1,11 +1,13 @@
 """Starting, killing and comparing real runs of `python -m jaxckpt.train`."""
 
+import atexit
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,15 @@ def command(run_dir: Path, *overrides: str, options: tuple[str, ...] = (), confi
     return [*train, f"run_dir={run_dir}", *(SMALL if config is None else ()), *overrides]
 
 
-def start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
+# Most runs of the tests compile the same few programs: those of a run that ended well are given to the ones after it.
+_COMPILED = Path(tempfile.mkdtemp(prefix="runs-compiled-"))
+atexit.register(shutil.rmtree, _COMPILED, ignore_errors=True)
+
+
+def start(arguments: list[str], *, is_cold: bool = False, **environment: str) -> subprocess.Popen[str]:
+    """A process; a run in a new local directory finds there what earlier ones compiled, unless `is_cold`."""
+    if (own := _compilations(arguments)) and not is_cold and not own.exists():
+        shutil.copytree(_COMPILED, own, copy_function=os.link)
     # Its own process group, so that a test that fails can take everything down.
     return subprocess.Popen(
         arguments,
@@ -60,6 +70,12 @@ def start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
     )
 
 
+def _compilations(arguments: Any) -> Path | None:
+    """Where a run keeps its compiled programs, if it is one and its directory is local."""
+    names = [a.removeprefix("run_dir=") for a in arguments if a.startswith("run_dir=")]
+    return Path(names[0], "compilation_cache") if names and "://" not in names[0] else None
+
+
 def finish(process: subprocess.Popen[str], *, expect: int | None = 0) -> str:
     """The output of a run that ends by itself, whose exit code must be `expect` (None: any)."""
     try:
@@ -69,16 +85,16 @@ def finish(process: subprocess.Popen[str], *, expect: int | None = 0) -> str:
         output, _ = process.communicate()
         raise AssertionError(f"still running after {TIMEOUT_S} s:\n{output}") from None
     assert expect is None or process.returncode == expect, f"exit code {process.returncode}:\n{output}"
+    if process.returncode == 0 and (own := _compilations(process.args)) and own.is_dir():
+        for file in own.iterdir():
+            if not (_COMPILED / file.name).exists():
+                shutil.copy(file, _COMPILED)
     return output
 
 
 def train(run_dir: Path, *overrides: str, expect: int = 0, **options: Any) -> str:
-    return finish(start(command(run_dir, *overrides, **options)), expect=expect)
-
-
-def share_compilations(source: Path, run_dir: Path) -> None:
-    """Gives a new run the compiled programs of another, which saves the tests most of their time."""
-    shutil.copytree(source / "compilation_cache", run_dir / "compilation_cache")
+    # One that is refused must leave nothing, and so finds nothing.
+    return finish(start(command(run_dir, *overrides, **options), is_cold=expect == 2), expect=expect)
 
 
 def steps_done(run_dir: Path) -> int:

@@ -16,7 +16,6 @@ from runs import (
     final_leaves,
     finish,
     numbers,
-    share_compilations,
     signal_after,
     start,
     steps_done,
@@ -51,7 +50,6 @@ def test_resume_after_kill_is_bitwise_equal(name: str, tmp_path: Path, uninterru
     if overrides:
         train(whole, *overrides)
     killed = tmp_path / "killed"
-    share_compilations(whole, killed)
     for step in sorted(random.Random(name).sample(range(2, 28), 2)):
         signal_after(step, start(command(killed, *overrides)), killed)
     train(killed, *overrides)
@@ -60,14 +58,12 @@ def test_resume_after_kill_is_bitwise_equal(name: str, tmp_path: Path, uninterru
 
 def test_placement_does_not_change_a_bit(tmp_path: Path, uninterrupted: Path) -> None:
     """The moments move to the host in the middle of a run, and the run is the one that never moved them."""
-    share_compilations(uninterrupted, tmp_path)
     signal_after(12, start(command(tmp_path)), tmp_path)
     train(tmp_path, "placement.opt_state=pinned_host")
     assert_same_run(uninterrupted, tmp_path)
 
 
 def test_kill_during_a_save_loses_at_most_that_snapshot(tmp_path: Path, uninterrupted: Path) -> None:
-    share_compilations(uninterrupted, tmp_path)
     root = tmp_path / "snapshots"
     hits = 0
     for _ in range(8):
@@ -89,7 +85,6 @@ def test_kill_during_a_save_loses_at_most_that_snapshot(tmp_path: Path, uninterr
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_signal_saves_the_step_and_exits_with_75(number: int, tmp_path: Path, uninterrupted: Path) -> None:
-    share_compilations(uninterrupted, tmp_path)
     process = start(command(tmp_path, "snapshots.every=1000"))
     output = signal_after(7, process, tmp_path, number)
     assert process.returncode == 75, output
@@ -101,7 +96,6 @@ def test_stop_signal_saves_the_step_and_exits_with_75(number: int, tmp_path: Pat
 
 
 def test_another_mesh_gets_the_same_batches_and_close_losses(tmp_path: Path, uninterrupted: Path) -> None:
-    share_compilations(uninterrupted, tmp_path)
     signal_after(12, start(command(tmp_path)), tmp_path)
     train(tmp_path, "mesh.data=1", "mesh.fsdp=2", "mesh.tensor=1", "mesh.cpu_devices=2")
     whole, moved = (read_metrics(d / "metrics.jsonl") for d in (uninterrupted, tmp_path))
@@ -111,7 +105,6 @@ def test_another_mesh_gets_the_same_batches_and_close_losses(tmp_path: Path, uni
 
 
 def test_evaluation_does_not_change_training(tmp_path: Path, uninterrupted: Path) -> None:
-    share_compilations(uninterrupted, tmp_path)
     train(tmp_path, "eval.every=null")
     assert [line[:-1] for line in numbers(uninterrupted)] == [line[:-1] for line in numbers(tmp_path)]
     a, b = final_leaves(uninterrupted), final_leaves(tmp_path)
@@ -121,7 +114,6 @@ def test_evaluation_does_not_change_training(tmp_path: Path, uninterrupted: Path
 def test_more_steps_continue_the_run_that_would_have_had_them(tmp_path: Path) -> None:
     """The schedule keeps the end that the first start gave it."""
     train(tmp_path / "long", "steps=12", "optimizer.schedule.decay_steps=9")
-    share_compilations(tmp_path / "long", tmp_path / "grown")
     train(tmp_path / "grown", "steps=9")
     train(tmp_path / "grown", "steps=12")
     assert_same_run(tmp_path / "long", tmp_path / "grown")

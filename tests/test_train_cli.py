@@ -25,7 +25,7 @@ def own(run_dir: Path, *arguments: str) -> list[str]:
 
 
 def run_own(run_dir: Path, *arguments: str, expect: int = 0) -> str:
-    return finish(start(own(run_dir, *arguments), PYTHONPATH=PATHS), expect=expect)
+    return finish(start(own(run_dir, *arguments), is_cold=expect == 2, PYTHONPATH=PATHS), expect=expect)
 
 
 def refused(output: str, *parts: str) -> None:
@@ -212,7 +212,7 @@ def test_a_loss_that_is_not_finite_can_be_skipped(tmp_path: Path) -> None:
 
 
 def test_a_stop_before_the_first_step_is_resumable(tmp_path: Path) -> None:
-    process = start(command(tmp_path))
+    process = start(command(tmp_path), is_cold=True)
     wait_for(lambda: (tmp_path / "lock").exists(), process, "the lock")
     process.send_signal(signal.SIGTERM)
     output = finish(process, expect=75)

@@ -13,7 +13,7 @@ from etils import epath
 
 from jaxckpt.snapshot.steps import committed_steps
 from jaxckpt.snapshot.verify import verify
-from runs import assert_same_run, command, finish, share_compilations, start, steps_done, train
+from runs import assert_same_run, command, finish, start, steps_done, train
 
 # Line s is written before the save of s begins, and that waits for the save of s - 1: at worst both are lost.
 MOST_LOST = 2
@@ -48,7 +48,6 @@ def test_kills_at_random_moments_never_leave_a_corrupt_step_and_end_in_the_same_
     steps = f"steps={30 + 3 * kills}"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(whole, steps, *SAVING, "snapshots.every=1000")
-    share_compilations(whole, killed)
     rng = random.Random(kills)
     root = epath.Path(killed / "snapshots")
     died_at, reached = 0, 0

@@ -21,9 +21,11 @@ def member(run_dir: Path, process: int, port: int, *overrides: str, config: Path
     return command(run_dir, *group, f"distributed.process_id={process}", *overrides, config=config)
 
 
-def start_two(run_dir: Path, *overrides: str, config: Path | None = None) -> list[subprocess.Popen[str]]:
+def start_two(
+    run_dir: Path, *overrides: str, config: Path | None = None, is_cold: bool = False
+) -> list[subprocess.Popen[str]]:
     port = free_port()
-    return [start(member(run_dir, process, port, *overrides, config=config)) for process in range(2)]
+    return [start(member(run_dir, process, port, *overrides, config=config), is_cold=is_cold) for process in range(2)]
 
 
 def kill(processes: list[subprocess.Popen[str]]) -> None:

@@ -15,7 +15,6 @@ from runs import (
     ROOT,
     assert_same_run,
     finish,
-    share_compilations,
     steps_done,
     train,
     wait_for,
@@ -68,7 +67,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, config: Path) -> Pat
 def test_killed_and_resumed_on_two_processes_is_bitwise_equal(
     tmp_path: Path, uninterrupted: Path, config: Path
 ) -> None:
-    share_compilations(uninterrupted, tmp_path)
     processes = start_two(tmp_path, config=config)
     wait_for(lambda: steps_done(tmp_path) >= 11, processes[0], "step 11")
     kill(processes)
@@ -80,7 +78,6 @@ def test_killed_and_resumed_on_two_processes_is_bitwise_equal(
 def test_resumed_on_one_process_gets_the_same_batches_and_close_losses(
     tmp_path: Path, uninterrupted: Path, config: Path
 ) -> None:
-    share_compilations(uninterrupted, tmp_path)
     processes = start_two(tmp_path, config=config)
     wait_for(lambda: steps_done(tmp_path) >= 11, processes[0], "step 11")
     kill(processes)
@@ -94,7 +91,6 @@ def test_resumed_on_one_process_gets_the_same_batches_and_close_losses(
 def test_sigterm_to_one_process_stops_both_after_the_same_saved_step(
     tmp_path: Path, uninterrupted: Path, config: Path
 ) -> None:
-    share_compilations(uninterrupted, tmp_path)
     processes = start_two(tmp_path, "snapshots.every=1000", config=config)
     try:
         wait_for(lambda: steps_done(tmp_path) >= 7, processes[0], "step 7")
