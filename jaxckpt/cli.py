@@ -246,7 +246,26 @@ def prepare(
         str, typer.Option("--tokenizer", help='"bytes", a tokenizer.json, or train:SIZE for a new byte-level BPE')
     ] = "bytes",
     eos: Annotated[str | None, typer.Option("--eos", help="token or number that ends a document")] = None,
-    field: Annotated[str | None, typer.Option("--field", help="of the text in a record  [default: text]")] = None,
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format", help="of a record: text, chat or prompt_response; of the last two answers are learned"
+        ),
+    ] = "text",
+    field: Annotated[
+        str | None,
+        typer.Option(
+            "--field",
+            help="of the text in a record; of a chat; PROMPT,RESPONSE  [default: text, messages, prompt,response]",
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option("--template", metavar="FILE", help="chat template in Jinja, instead of the tokenizer's"),
+    ] = None,
+    date: Annotated[
+        str | None, typer.Option("--date", metavar="YYYY-MM-DD", help="for templates that write today's date")
+    ] = None,
     holdout: Annotated[float, typer.Option("--holdout", help="share of the documents to evaluate on")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="which documents those are")] = 0,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="leave out what cannot be read, and list it")] = False,
@@ -261,10 +280,14 @@ def prepare(
     from jaxckpt.data.prepare import Settings
     from jaxckpt.data.sources import Wanted
 
+    render = command.make_render(format_, field=field, template=template, date=date, tokenizer=tokenizer)
     settings = Settings(
         tokenizer=tokenizer,
         eos=int(eos) if eos and eos.isdecimal() else eos,
-        wanted=Wanted(field=field, max_document=command.parse_bytes(max_document)),
+        wanted=Wanted(
+            field=field if render is None else None, render=render, max_document=command.parse_bytes(max_document)
+        ),
+        render=render and render.fingerprint,
         holdout=holdout,
         seed=seed,
         skip_bad=skip_bad,

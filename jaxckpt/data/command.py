@@ -1,5 +1,6 @@
 """What `python -m jaxckpt prepare` does: progress, signals, and what it says at the end."""
 
+import datetime
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from jaxckpt.data.chat import Renderer, make_renderer
 from jaxckpt.data.prepare import Prepared, Settings, Stopped, Watch, prepare
 from jaxckpt.data.store import StoreHeader
 from jaxckpt.errors import DataError
@@ -43,6 +45,32 @@ def parse_bytes(text: str) -> int:
     if found is None or unit is None or not int(found[1]):
         raise DataError(f"{text!r}: expected a size as in 256MiB, 1GiB or 65536")
     return int(found[1]) * unit
+
+
+def make_render(
+    kind: str, *, field: str | None, template: str | None, date: str | None, tokenizer: str
+) -> Renderer | None:
+    """What makes a document of a record of `kind`: None for "text". Raises DataError for options that do not fit."""
+    if kind == "text":
+        if given := [name for name, value in (("--template", template), ("--date", date)) if value]:
+            raise DataError(f"{' and '.join(given)}: only records of --format chat or prompt_response have a template.")
+        return None
+    keys = [] if field is None else field.split(",")
+    if kind not in ("chat", "prompt_response") or (keys and len(keys) != (1 if kind == "chat" else 2)):
+        raise DataError(
+            f"--format {kind} --field {field}: expected --format text, chat (--field MESSAGES) or prompt_response (--field "
+            "PROMPT,RESPONSE)."
+        )
+    names = ("messages_key",) if kind == "chat" else ("prompt_key", "response_key")
+    try:
+        day = datetime.date.fromisoformat(date) if date else None
+    except ValueError as e:
+        raise DataError(f"--date {date}: expected YYYY-MM-DD ({e}).") from None
+    beside = None if tokenizer.startswith("train:") else tokenizer
+    kind_of_record = "chat" if kind == "chat" else "prompt_response"
+    return make_renderer(
+        kind_of_record, template=template, tokenizer=beside, date=day, **dict(zip(names, keys, strict=False))
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the end
