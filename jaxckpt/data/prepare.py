@@ -268,17 +268,17 @@ class _Work:
                 streams.save()
                 raise
             while queue:
-                self._write(streams, *queue.popleft())
+                self._write(streams, *queue.popleft(), is_last=True)
             streams.save()
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _write(self, streams: Streams, batch: Batch, encoded: Future[Encoded]) -> None:
+    def _write(self, streams: Streams, batch: Batch, encoded: Future[Encoded], *, is_last: bool = False) -> None:
         found = encoded.result()
         streams.write(batch, found)
         self.tokens += found.tokens.size
         self._watch.progress(self._bytes_before(batch), found.tokens.size)
-        is_stopped = self._watch.stop()
+        is_stopped = not is_last and self._watch.stop()
         if is_stopped or streams.unsaved_bytes >= self._watch.save_every:
             streams.save()
         if is_stopped:
