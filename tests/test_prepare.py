@@ -295,7 +295,9 @@ def test_a_killed_command_goes_on_to_identical_files(tokenizer, corpus, tmp_path
     done = prepare(corpus, tmp_path / "out", how, watch=Watch(say=told.append))
     assert done.is_new and "goes on" in told[0] and done.tokens < sum(h.tokens for h in done.headers)
     assert_same(tmp_path / "whole", tmp_path / "out")
-    assert not prepare(corpus, tmp_path / "out", how).is_new
+    partial.mkdir()
+    (partial / "started.json").write_text("{}")  # a kill while what is no longer needed was deleted
+    assert not prepare(corpus, tmp_path / "out", how).is_new and not partial.exists()
 
 
 def test_a_stop_at_every_batch_goes_on_to_identical_files(corpus, tmp_path):
@@ -407,6 +409,29 @@ def test_an_earlier_file_that_changed_is_refused(corpus, tmp_path):
     (tmp_path / "corpus/c01.txt").write_text("something else")
     with pytest.raises(DataError, match=r"inputs: 52 files then, 52 now, the first that differs: c01\.txt"):
         prepare(corpus[::-1], tmp_path / "out")
+
+
+def test_a_tokenizer_that_was_trained_on_all_inputs_is_of_these_inputs_alone(corpus, tmp_path):
+    with pytest.raises(Stopped):
+        prepare(corpus[:2], tmp_path / "out", Settings("train:300"), watch=stop_after(3))
+    with pytest.raises(DataError, match="inputs: 2 files then, 52 now"):
+        prepare(corpus, tmp_path / "out", Settings("train:300"))
+    few = Settings("train:300", train_bytes=1000)
+    with pytest.raises(Stopped):
+        prepare(corpus[:2], tmp_path / "few", few, watch=stop_after(3))
+    prepare(corpus, tmp_path / "few", few)
+    prepare(corpus, tmp_path / "whole", few)
+    assert_same(tmp_path / "whole", tmp_path / "few")
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(corpus, tmp_path):
+    path = corpus[0]
+    change = lambda done_bytes, tokens: os.utime(path, (9, 9))
+    with pytest.raises(DataError, match=r"a\.jsonl: was changed while it was read"):
+        prepare(corpus, tmp_path / "out", watch=Watch(progress=change, **SMALL))
+    prepare(corpus, tmp_path / "out")
+    prepare(corpus, tmp_path / "whole")
+    assert_same(tmp_path / "whole", tmp_path / "out")
 
 
 def test_problems_of_the_inputs_come_all_at_once_and_leave_nothing(tmp_path):

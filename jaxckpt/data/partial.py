@@ -74,7 +74,9 @@ class Partial:
         return lock
 
     def _clear(self) -> None:
-        for entry in self.directory.iterdir():
+        # First what says that something is there, last what says that all of it is ours.
+        (self.directory / "progress.json").unlink(missing_ok=True)
+        for entry in sorted(self.directory.iterdir(), key=lambda e: e.name == "started.json"):
             if entry.is_dir():
                 shutil.rmtree(entry)
             elif entry.name != "lock":
@@ -100,7 +102,7 @@ class Partial:
         needed = max(progress["input"] if progress else 0, self.trained_on or 0)
         if progress and progress["done"]:
             needed = max(len(then["inputs"]), len(now["inputs"]))
-        if same < needed:
+        if then["inputs"] != now["inputs"] and same < needed:
             found.append(_differing_inputs(then["inputs"], now["inputs"], same))
         if found and not progress and not self.trained_on:
             self._clear()  # nothing was done that would be lost
@@ -117,7 +119,10 @@ class Partial:
 
     @property
     def trained_on(self) -> int | None:
-        """Of how many inputs the tokenizer that was trained before has seen something; None: none was trained."""
+        """Of how many inputs the tokenizer that was trained before has seen something; None: none was trained.
+
+        One more than there are, if it has also seen that no more come.
+        """
         started = self._read("started.json")
         return started["trained_on"] if started and (self.directory / TOKENIZER).exists() else None
 
@@ -173,18 +178,15 @@ class Partial:
         self.remove()
 
     def remove(self) -> None:
-        """Deletes the directory; what tells of a life that was moving its files goes last."""
-        for name in self.command.splits:
-            shutil.rmtree(self.split(name), ignore_errors=True)
-        for name in ("sources.jsonl", TOKENIZER, "started.json", "progress.json", "lock"):
-            (self.directory / name).unlink(missing_ok=True)
-        shutil.rmtree(self.directory)
+        """Deletes the directory when the stores are whole."""
+        (self.directory / "progress.json").unlink(missing_ok=True)  # without it the stores count, see `whole`
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def whole(out: Path, command: Command) -> list[StoreHeader] | None:
     """The headers of the stores that are in `out` already, made by the same command; None where there are none.
 
-    Raises DataError where they are of another command.
+    Raises DataError where they are of another command. Removes what a killed life has left beside them.
     """
     paths = [out / name for name in command.splits]
     there = [p for p in {out, out / "train", out / "held_out"} if (p / HEADER).exists()]
@@ -203,6 +205,8 @@ def whole(out: Path, command: Command) -> list[StoreHeader] | None:
         raise DataError(
             f"{out} holds a whole store of another command:\n{listed(differing)}\nGive another --out, or remove that one."
         )
+    if (out / "partial/started.json").exists():
+        shutil.rmtree(out / "partial", ignore_errors=True)
     return headers
 
 

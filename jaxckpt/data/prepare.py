@@ -17,7 +17,7 @@ from jaxckpt.data import bpe, partial
 from jaxckpt.data.encode import Encoded, Encoder
 from jaxckpt.data.partial import Command, Partial
 from jaxckpt.data.readers import Place, check, read
-from jaxckpt.data.sources import Bad, Document, Input, Wanted, expand
+from jaxckpt.data.sources import Bad, Document, Input, Wanted, expand, is_changed
 from jaxckpt.data.store import StoreHeader
 from jaxckpt.data.streams import Batch, Streams
 from jaxckpt.data.tokens import SHOWN_PROBLEMS, load_tokenizer, split_place
@@ -165,6 +165,8 @@ class _Work:
         self._behind = [0]
         for file in self._inputs:
             self._behind.append(self._behind[-1] + file.bytes)
+        self._seen = 0
+        """of how many inputs the tokenizer was trained on something, see `Partial.trained_on`"""
         self.tokens = 0
         self.begun = time.monotonic()
         """when the tokenizer was there"""
@@ -223,7 +225,6 @@ class _Work:
             path = self._store.directory / partial.TOKENIZER
             if self._store.trained_on is None:
                 self._watch.phase("train the tokenizer", self._behind[-1])
-                self._seen = 0
                 content = bpe.train(self._texts_to_train_on(), size)
                 # Before the tokenizer is there, lest other inputs come between the two.
                 self._store.start(self._seen)
@@ -248,6 +249,7 @@ class _Work:
                 raise Stopped
             if left <= 0:
                 return
+        self._seen = len(self._inputs) + 1
 
     # ---------------------------------------------------------------------------------------- the stream
 
@@ -312,6 +314,11 @@ class _Work:
                 if batch.characters >= self._watch.batch_characters or len(batch.documents) >= _BATCH_DOCUMENTS:
                     yield batch
                     batch = Batch(position=(number, place))
+            if is_changed(self._inputs[number]):
+                yield batch
+                raise _BadInput(
+                    f"{self._inputs[number].path}: was changed while it was read. Give the same command again."
+                )
             place = Place()
             batch.position = (number + 1, place)
         yield batch

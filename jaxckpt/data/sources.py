@@ -96,6 +96,17 @@ def open_file(file: Input) -> io.BufferedReader:
     return io.BufferedReader(raw, _BUFFER_BYTES)
 
 
+def is_changed(file: Input) -> bool:
+    """Whether a local file is another one than when it was listed."""
+    if not paths.is_local(file.path):
+        return False  # one request each; a reader of objects names the generation that it opened
+    try:
+        status = os.stat(file.path)
+    except OSError:
+        return True
+    return (status.st_size, str(status.st_mtime_ns)) != (file.bytes, file.modified)
+
+
 def _kind(path: str) -> str | None:
     for suffix in COMPRESSED:
         path = path.removesuffix(suffix)
