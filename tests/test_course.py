@@ -85,6 +85,9 @@ def test_what_is_still_to_be_skipped_may_change_at_a_resume_and_what_was_skipped
         planned(course, 5, [])
     with pytest.raises(DataError, match=r"skip \[4, 4\]: the run goes on after step 5.*snapshot of step 3 or earlier"):
         planned(course, 5, [(2, 2), (4, 4)])
+    with pytest.raises(DataError, match=r"skip \[5, 5\]: the run goes on after step 5"):
+        planned(course, 5, [(2, 2), (5, 5)])
+    assert batches(planned(course, 5, [(2, 2), (6, 6)]), 6)[-1] == (28, 4)
 
 
 @pytest.mark.parametrize("skip", [[(0, 3)], [(3, 2)], [(5, 6), (2, 3)]])

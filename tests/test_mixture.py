@@ -36,9 +36,9 @@ weights = st.dictionaries(st.sampled_from("abc"), st.floats(0, 100), min_size=1)
 
 
 @settings(max_examples=80, deadline=None)
-@given(first=weights, second=weights, change=st.integers(1, 60), count=st.integers(1, 120))
+@given(first=weights, second=weights, change=st.integers(1, 40), count=st.integers(1, 120))
 def test_every_component_is_read_in_its_own_order_without_a_gap_whatever_the_weights_do(first, second, change, count):
-    mix = mixture([(0, first), (change, second)])
+    mix = mixture([(0, first), (change, second), (change + 9, first), (change + 20, second)])
     mix.resolve([], 0, lambda batch: batch)
     found = drawn(mix, count)
     for k in range(3):
@@ -92,6 +92,17 @@ def test_many_examples_at_once_are_those_one_by_one_far_from_the_start_too():
         which, index = mix.choose(numbers)
         sizes = np.array(list(SIZES.values()))
         assert np.array_equal(together[:, 0], 1000 * which + index % sizes[which])
+
+
+def test_a_component_of_the_smallest_weight_comes_at_last():
+    assert mixture([(0, {"a": 1e-12, "b": 1.0})]).draws(1 << 21)["a"] >= 1
+
+
+def test_what_was_read_before_the_weights_were_settled_is_forgotten():
+    mix = mixture([(0, {"a": 1}), (2, {"b": 1})])
+    mix.read_rows(np.arange(10))
+    mix.resolve([], 0, lambda batch: batch)
+    assert np.array_equal(mix.read_rows(np.arange(4))["tokens"][:, 0], [0, 1, 1000, 1001])
 
 
 def test_a_component_may_be_added_at_a_resume():

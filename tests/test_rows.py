@@ -48,6 +48,7 @@ def test_pieces_hold_every_target_of_every_document_once_and_nothing_across_docu
     pairs = Counter(pair for i in range(len(rows)) for pair in targets_of(rows[i]))
     expected = Counter((t, t + 1) for a, b in itertools.pairwise(offsets) for t in range(a + 1, b))
     assert pairs == expected
+    assert (cut_documents(offsets, seq_len)[1] >= 2).all(), "no row for a piece without a target"
 
 
 @settings(max_examples=60, deadline=None)

@@ -55,6 +55,12 @@ def test_the_seed_and_the_name_decide_the_order(stores):
     assert order(make(stores)) == order(make(stores)) != order(make(stores, seed=1))
 
 
+def test_one_store_under_two_names_has_two_orders(stores):
+    sets = make({"x": stores["a"], "y": stores["a"]}, seq_len=2)
+    x, y = ([c[i]["tokens"].tobytes() for i in range(c.epoch_length)] for c in sets.train.components.values())
+    assert sorted(x) == sorted(y) and x != y
+
+
 def test_a_store_without_a_mask_counts_every_token_beside_one_that_has_one(stores, tmp_path):
     shutil.copytree(stores["a"], tmp_path / "masked")
     header = json.loads((tmp_path / "masked/store.json").read_text())

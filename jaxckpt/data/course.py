@@ -52,13 +52,14 @@ class Course:
         )
 
     def without(self, skip: Skip) -> "Course":
-        """Leaves out the batches of steps skip[0] to skip[1], as they are counted so far; later ones move up."""
-        first, count = skip[0] - 1, skip[1] - skip[0] + 1
-        after = first + count
+        """Leaves out the batches of steps skip[0] to skip[1], as they are counted so far; later ones move up.
+
+        skip[0] is at or after the first step of the last piece.
+        """
+        first, after = skip[0] - 1, skip[1]
         kept = [p for p in self.pieces if p.batch < first]
-        later = [Piece(p.batch - count, p.example, p.global_batch) for p in self.pieces if p.batch > after]
         here = Piece(first, self.example(after), self._piece(after).global_batch)
-        return Course((*kept, here, *later), (*self.skipped, skip))
+        return Course((*kept, here), (*self.skipped, skip))
 
     def until(self, batches: int) -> "Course":
         """What the first `batches` batches came from."""
