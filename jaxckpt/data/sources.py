@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -64,7 +65,7 @@ class Input:
         """ "gzip", "zstd" or None; what is compressed inside, as parquet is, does not count"""
         return COMPRESSED.get(PurePosixPath(self.path).suffix)
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """ "text" (one document), "json" (one a line), "parquet", "arrow" or "array_record" """
         return _kind(self.path) or "text"
