@@ -78,9 +78,9 @@ def test_a_batch_of_other_data_that_was_allowed_is_not_compared(tmp_path):
 def test_allowing_another_batch_size_does_not_allow_other_data(tmp_path):
     allowed = {"config": {}, "allow_changed": ("data.batch_size", "data.weights")}
     train(tmp_path, 2, **allowed, **WATCHED)
-    with make_run(tmp_path, data_identity={"content": "other"}, **allowed) as run:
-        with pytest.raises(DataError, match="content was"):
-            list(run.train(4))
+    run = make_run(tmp_path, data_identity={"content": "other"}, **allowed)
+    with run, pytest.raises(DataError, match="content was"):
+        list(run.train(4))
 
 
 def test_skipped_steps_give_the_run_the_batches_after_them(straight, tmp_path):

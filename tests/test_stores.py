@@ -6,11 +6,14 @@ import shutil
 import numpy as np
 import pytest
 
+from gcs import BUCKET
 from jaxckpt.data.mixture import Mixture
 from jaxckpt.data.prepare import Settings, prepare
 from jaxckpt.data.store import TokenStore
 from jaxckpt.data.stores import make_store_datasets
 from jaxckpt.errors import DataError
+from jaxckpt.snapshot import gcs as objects
+from jaxckpt.snapshot import paths
 
 TEXTS = {"a": ["one document", "another one", "and a third that is longer than a row"], "b": ["x" * 50, "y" * 9]}
 
@@ -135,3 +138,38 @@ def test_a_store_is_mapped_and_not_read(stores):
     store = TokenStore(stores["a"])
     assert isinstance(store.tokens.base, np.memmap) and isinstance(store.offsets.base, np.memmap)
     assert not store.tokens.flags.writeable
+
+
+def upload(store, name):
+    paths.resolve(f"gs://{BUCKET}/{name}")  # prepares the libraries
+    for file in store.iterdir():
+        objects.upload(str(file), f"gs://{BUCKET}/{name}/{file.name}")
+    return f"gs://{BUCKET}/{name}"
+
+
+def test_a_store_on_gs_is_copied_once_and_checked(gcs, stores, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXCKPT_CACHE", str(tmp_path / "cache"))
+    path = upload(tmp_path / "a", "copied")
+    first = make({**stores, "a": path})
+    assert first.identity == make(stores).identity
+    assert [first.train[i]["tokens"].tobytes() for i in range(20)] == [
+        make(stores).train[i]["tokens"].tobytes() for i in range(20)
+    ]
+    before = len(gcs.requests)
+    make({**stores, "a": path})
+    assert ["store.json" in request for request in gcs.requests[before:]] == [True], "only the header is asked for"
+
+
+def test_a_store_on_gs_that_is_not_whole_is_refused_and_leaves_no_copy(gcs, stores, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXCKPT_CACHE", str(tmp_path / "cache"))
+    path = upload(tmp_path / "a", "damaged")
+    objects.write(f"{path}/tokens.bin", b"x" * (tmp_path / "a/tokens.bin").stat().st_size)
+    objects.delete(f"gs://{BUCKET}/damaged/offsets.bin")
+    with pytest.raises(DataError, match=r"damaged has no offsets.bin, which its store.json tells of"):
+        make({"a": path})
+    objects.upload(str(tmp_path / "a/offsets.bin"), f"{path}/offsets.bin")
+    with pytest.raises(DataError, match=r"damaged/tokens.bin is not what was written: its block 0"):
+        make({"a": path})
+    with pytest.raises(DataError, match=r"nothing is no token store: there is no object .*nothing/store.json"):
+        make({"a": f"gs://{BUCKET}/nothing"})
+    assert not [p for p in (tmp_path / "cache").rglob("store.json")]

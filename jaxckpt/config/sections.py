@@ -121,7 +121,7 @@ class StoreData(Config):
     name: Literal["stores"] = "stores"
     """which data: `text` reads text files, `stores` what `python -m jaxckpt prepare` made, `import` any Grain data set"""
     stores: dict[str, Text] = Field(min_length=1)
-    """name: directory of a token store; several are mixed"""
+    """name: directory of a token store, local or gs:// (copied once); several are mixed"""
     weights: dict[str, NonNegative] | None = None
     """name: its share of the examples, relative to the others; null: in proportion to the stores' rows"""
     weights_schedule: list[tuple[Count, dict[str, NonNegative]]] = Field(default=[])

@@ -104,7 +104,9 @@ def prepare(
     begun = time.monotonic()
     path = Path(out)
     if str(out).startswith("gs://"):
-        raise DataError(f"--out {out}: a store is written to a local directory. Copy it to gs:// when it is whole.")
+        raise DataError(
+            f"--out {out}: a store is written to a local directory. Copy it to gs:// when it is whole; training reads it there."
+        )
     if not 0 <= settings.holdout < 1:
         raise DataError(f"--holdout {settings.holdout}: expected a share of the documents from 0 to less than 1")
     files = _checked_inputs(inputs, settings.wanted)

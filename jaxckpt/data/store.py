@@ -96,7 +96,7 @@ def read_header(path: str | os.PathLike[str]) -> StoreHeader:
     """The header of the store at `path`, or a DataError that says why it is none."""
     file = Path(path) / HEADER
     try:
-        tree = json.loads(file.read_bytes())
+        content = file.read_bytes()
     except FileNotFoundError:
         why = (
             "no such directory"
@@ -107,7 +107,16 @@ def read_header(path: str | os.PathLike[str]) -> StoreHeader:
             f"{path} is no token store: {why}. Make one with `python -m jaxckpt prepare --out {path} INPUT...`; the same "
             "command finishes one that was interrupted."
         ) from None
-    except (OSError, ValueError) as e:
+    except OSError as e:
+        raise DataError(f"{file} cannot be read: {e}. Prepare the store again.") from e
+    return parse_header(content, str(file))
+
+
+def parse_header(content: bytes, file: str) -> StoreHeader:
+    """The header that a file called `file` holds, or a DataError."""
+    try:
+        tree = json.loads(content)
+    except ValueError as e:
         raise DataError(f"{file} cannot be read: {e}. Prepare the store again.") from e
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         found = tree.get("format") if isinstance(tree, dict) else tree

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxckpt.data.fetch import local_store
 from jaxckpt.data.mixture import Mixture, Weights
 from jaxckpt.data.rows import CutRows, LongDocuments, PieceRows
 from jaxckpt.data.shuffle import Epochs
@@ -42,7 +43,7 @@ def make_store_datasets(
     schedule: Sequence[tuple[int, Weights]] = (),
     held_out: str | None = None,
 ) -> StoreDatasets:
-    """Rows of seq_len + 1 tokens from `stores` ({name: directory}), each shuffled anew in every epoch of its own.
+    """Rows of seq_len + 1 tokens from `stores` ({name: directory, local or gs://}), each shuffled anew in every epoch of its own.
 
     `rows`: "cut" joins the documents and cuts; "packed" packs whole documents, which do not see each other; "documents"
     gives each a row, padded. `weights` are the stores' shares of the examples, by default the shares of their rows;
@@ -53,7 +54,7 @@ def make_store_datasets(
         problems.append(f"name one or more stores, and none of them held_out; found {', '.join(stores) or 'none'}")
     for name, path in {**stores, **({"held_out": held_out} if held_out else {})}.items():
         try:
-            opened[name] = TokenStore(path)
+            opened[name] = TokenStore(local_store(path))
         except DataError as e:
             problems.append(f"{name}: {e}")
     if problems:

@@ -121,6 +121,12 @@ def upload(local: str, path: str) -> None:
         filesystem().put_file(local, path)
 
 
+def download(path: str, local: str) -> None:
+    """Writes the object to a local file, of any size."""
+    with _errors(path):
+        filesystem().get_file(path, local)
+
+
 def _copy(source: str, target: str) -> None:
     with _errors(source):
         token: dict[str, str] = {}
