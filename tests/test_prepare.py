@@ -1,11 +1,13 @@
 """Inputs to token stores: what is in them, what a killed or another command finds, and what is refused."""
 
+import errno
 import fcntl
 import filecmp
 import gzip
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 
 from jaxckpt.cli import app
 from jaxckpt.data import bpe
+from jaxckpt.data.command import not_written
 from jaxckpt.data.encode import Encoder
 from jaxckpt.data.prepare import Settings, Stopped, Watch, prepare
 from jaxckpt.data.sources import Document, Wanted
@@ -539,6 +542,28 @@ def test_the_command_prepares_tells_what_to_do_next_and_verify_finds_damage(tmp_
     assert code == 1 and "held_out: good" in told and "offsets.bin: has 8 bytes, and 16 were written" in told
     code, told = jaxckpt("prepare", "--out", tmp_path / "x", "--max-document", "many", tmp_path / "x.jsonl")
     assert code == 2 and "'many': expected a size" in told
+
+
+def test_what_the_disk_refuses_is_told_and_the_same_command_goes_on(tmp_path):
+    lines = write_lines(tmp_path / "x.jsonl", words(1, 100))
+    command = ["prepare", "--out", tmp_path / "out", lines]
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, most[1]))
+    try:
+        code, told = jaxckpt(*command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert code == 2 and f"--out {tmp_path}/out: cannot be written: File too large" in told, told
+    assert (tmp_path / "out/partial/progress.json").exists() and not (tmp_path / "out/store.json").exists()
+    code, told = jaxckpt(*command)
+    assert code == 0, told
+    prepare([lines], tmp_path / "whole")
+    assert_same(tmp_path / "whole", tmp_path / "out")
+    for out, why in ((lines / "out", "Not a directory"), ("/proc/none/out", "No such file or directory")):
+        code, told = jaxckpt("prepare", "--out", out, lines)
+        assert code == 2 and f"{why} (" in told and "another --out" in told, told
+    full = not_written("out", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert full == "--out out: No space left on device. Free space and give the same command again, which goes on."
 
 
 def test_verify_names_the_damaged_bytes_and_a_foreign_tokenizer(tmp_path, trained):

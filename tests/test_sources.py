@@ -261,6 +261,16 @@ def test_a_renderer_makes_documents_of_whole_records(tmp_path):
     assert bads(tmp_path / "a.jsonl", render=render)[1] == f"{tmp_path}/a.jsonl:4: expected an object, found list"
 
 
+def test_a_file_of_text_is_no_file_of_records(tmp_path):
+    render = lambda record, name: Document(name, "x")
+    for name in ("a.txt", "b.json", "c.md.gz"):
+        (tmp_path / name).write_text("x")
+        (told,) = check(only(tmp_path / name), Wanted(render=render))
+        assert told.startswith(f"{tmp_path / name}: is no file of records; --format chat and prompt_response read JSON")
+    (tmp_path / "d.jsonl").write_text("{}")
+    assert check(only(tmp_path / "d.jsonl"), Wanted(render=render)) == []
+
+
 def test_a_file_that_cannot_be_opened_is_told(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "directory.txt").mkdir()

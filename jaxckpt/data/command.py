@@ -1,6 +1,7 @@
 """What `python -m jaxckpt prepare` does: progress, signals, and what it says at the end."""
 
 import datetime
+import errno
 import os
 import re
 import signal
@@ -31,11 +32,21 @@ def run(inputs: Sequence[str], out: str, settings: Settings, *, restart: bool = 
         watch = Watch(say=progress.say, phase=phase, progress=progress.show, stop=lambda: signals.number is not None)
         try:
             done = prepare(inputs, out, settings, restart=restart, watch=watch)
+        except OSError as e:  # what is wrong with an input comes as a DataError
+            raise DataError(not_written(out, e)) from e
         except Stopped:
             assert signals.number is not None
             name = signal.Signals(signals.number).name
             return 128 + signals.number, f"{name}: stopped; the same command goes on from here"
     return 0, summary(done)
+
+
+def not_written(out: str, e: OSError) -> str:
+    """What the system refused, where, and what helps. What was saved before stays."""
+    what = f"{e.strerror or e}{f' ({e.filename})' if e.filename else ''}"
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"--out {out}: {what}. Free space and give the same command again, which goes on."
+    return f"--out {out}: cannot be written: {what}. Mend that and give the same command again, or give another --out."
 
 
 def parse_bytes(text: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 from jaxckpt.data import tables
-from jaxckpt.data.sources import END, Bad, Document, Input, Wanted, open_file
+from jaxckpt.data.sources import END, JSON_LINES, Bad, Document, Input, Wanted, open_file
 from jaxckpt.errors import DataError
 from jaxckpt.snapshot import paths
 
@@ -36,6 +36,11 @@ class Item(NamedTuple):
 
 def check(file: Input, wanted: Wanted) -> list[str]:
     """What can be seen to be wrong with a file without reading it."""
+    if wanted.render is not None and file.kind == "text":
+        return [
+            f"{file.path}: is no file of records; --format chat and prompt_response read JSON lines "
+            f"({', '.join(JSON_LINES)}), parquet, Arrow (`datasets`) and ArrayRecord"
+        ]
     try:
         if file.kind in tables.KINDS:
             return tables.check(file, wanted)

@@ -1,5 +1,6 @@
 """The stores of a preparation while documents flow into them, and what came of each input."""
 
+import contextlib
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -195,8 +196,9 @@ class Streams:
         self._saved_bytes = self._bytes()
 
     def close(self) -> None:
-        for file in (*self._writers, self._lines):
-            file.close()
+        with contextlib.ExitStack() as each:  # on a full disk a close raises, and the others must come all the same
+            for file in (*self._writers, self._lines):
+                each.callback(file.close)
 
     # ---------------------------------------------------------------------------------------- the end
 

@@ -1,5 +1,6 @@
 """The files of a token store while they are written: they grow, and can be cut back to any earlier size."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -126,8 +127,9 @@ class StoreWriter:
         sync_directory(self._directory)
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
+        with contextlib.ExitStack() as each:  # on a full disk a close raises, and the others must come all the same
+            for file in self._files.values():
+                each.callback(file.close)
 
 
 def sync_directory(path: Path) -> None:
