@@ -107,7 +107,7 @@ class Beginning:
                 root, step, self.plan, group=self.group, compute_dtype=self.compute_dtype, **self._limits()
             )
             self.stream.restore(self._accepted_data(snapshot.data))
-            if snapshot.data == self.stream.state():  # unless another data or batch size was allowed by name
+            if snapshot.data["identity"] == self.stream.state()["identity"]:  # unless other data was allowed by name
                 exactness.check_batch(self.stream, step=step, digest=snapshot.meta["batch_digest"])
         return Begun(snapshot.state, step, meta)
 
@@ -136,4 +136,9 @@ class Beginning:
     def _accepted_data(self, state: dict[str, Any]) -> dict[str, Any]:
         """The data position, under the present data's identity where a change of data was allowed by name."""
         names = {n for n in self.allow_changed if n.partition(".")[0] in ("data", "seed")} - _NO_CHANGE_OF_DATA
+        if names == {"data.stores"}:  # stores may come and go; one that stays must be what it was
+            then, now = state["identity"], self.stream.identity
+            stores = {key for key in {*then, *now} if key.endswith((".content", ".tokenizer"))}
+            kept = {key: now[key] for key in stores & set(now) if key not in then}
+            return {**state, "identity": {**{k: v for k, v in then.items() if k not in stores or k in now}, **kept}}
         return {**state, "identity": dict(self.stream.identity)} if names else state

@@ -75,6 +75,35 @@ def test_a_batch_of_other_data_that_was_allowed_is_not_compared(tmp_path):
     assert [r.step for r in reports] == [5, 6]
 
 
+def test_steps_from_the_first_on_are_skipped_in_a_mixture_too(tmp_path):
+    weights = [(0, {"a": 1, "b": 1}), (2, {"a": 1, "b": 3})]
+    whole, _, _ = train(None, 6, data=mixture((0, {"a": 1, "b": 1}), (4, {"a": 1, "b": 3})), **WATCHED)
+    first, _, _ = train(tmp_path, 2, data=mixture(*weights), skip=[(1, 2)], **WATCHED)
+    second, _, _ = train(tmp_path, 4, data=mixture(*weights), skip=[(1, 2)], **WATCHED)
+    assert digests(first + second) == digests(whole[2:])
+
+
+def test_data_edited_in_place_is_seen_in_the_last_batch_though_the_batch_size_may_change(tmp_path):
+    train(tmp_path, 4, **WATCHED)
+    edited = Examples(20, lambda i: example(i + (1000 if i == 13 else 0)))
+    run = make_run(tmp_path, data=edited, global_batch=8, allow_changed=("global_batch",), **WATCHED)
+    with run, pytest.raises(SnapshotError, match="the batch of step 4 had the digest"):
+        list(run.train(6))
+
+
+def test_allowing_other_stores_does_not_allow_other_text_in_one_that_stays(tmp_path):
+    def given(**identity):
+        names = {name.replace("_", "."): value for name, value in identity.items()}
+        return {"config": {}, "allow_changed": ("data.stores",), "data_identity": {"seq_len": 8, **names}}
+
+    train(tmp_path, 2, **given(a_content="1", a_tokenizer="t", b_content="2", b_tokenizer="t"))
+    run = make_run(tmp_path, **given(a_content="9", a_tokenizer="t", c_content="3", c_tokenizer="t"))
+    with run, pytest.raises(DataError, match=r"a.content was '1' and is '9'\."):
+        list(run.train(4))
+    reports, _, _ = train(tmp_path, 4, **given(a_content="1", a_tokenizer="t", c_content="3", c_tokenizer="t"))
+    assert [r.step for r in reports] == [3, 4]
+
+
 def test_allowing_another_batch_size_does_not_allow_other_data(tmp_path):
     allowed = {"config": {}, "allow_changed": ("data.batch_size", "data.weights")}
     train(tmp_path, 2, **allowed, **WATCHED)

@@ -105,6 +105,30 @@ def test_what_was_read_before_the_weights_were_settled_is_forgotten():
     assert np.array_equal(mix.read_rows(np.arange(4))["tokens"][:, 0], [0, 1, 1000, 1001])
 
 
+@settings(max_examples=60, deadline=None)
+@given(old=weights, at=st.integers(1, 300), gone=st.sampled_from("abc"))
+def test_a_component_may_be_taken_out_and_the_others_go_on_where_they_were(old, at, gone):
+    before = mixture([(0, old)])
+    drawn_before = before.draws(at)
+    after = Mixture(
+        {n: c for n, c in before.components.items() if n != gone}, [(0, {n: 1.0 for n in "abc" if n != gone})]
+    )
+    after.resolve(before.past(at), at, lambda batch: batch)
+    drawn_after = after.draws(at + 10)
+    assert drawn_after.pop(gone, 0) == drawn_before.pop(gone)
+    assert {n: drawn_after[n] - drawn_before[n] for n in drawn_before} == dict.fromkeys(drawn_before, 5)
+    after.read_rows(np.arange(at, at + 10))
+    if drawn_before and before.draws(1)[gone]:
+        with pytest.raises(DataError, match=f"example 0 came from '{gone}', which is no part of the mixture any more"):
+            after.read_rows(np.arange(1))
+
+
+def test_the_order_in_which_components_are_named_does_not_matter():
+    one, other = mixture([(0, {"a": 2, "b": 1, "c": 1})]), mixture([(0, {"c": 1, "a": 2, "b": 1})])
+    turned = Mixture(dict(reversed(other.components.items())), other.schedule)
+    assert np.array_equal(one.read_rows(np.arange(99))["tokens"], turned.read_rows(np.arange(99))["tokens"])
+
+
 def test_a_component_may_be_added_at_a_resume():
     before = mixture([(0, {"a": 1, "b": 1})], {"a": 7, "b": 50})
     after = mixture([(0, {"a": 1, "b": 1, "c": 2})])

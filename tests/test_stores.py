@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from gcs import BUCKET
+from jaxckpt.data.chat import make_renderer
 from jaxckpt.data.mixture import Mixture
 from jaxckpt.data.prepare import Settings, prepare
-from jaxckpt.data.store import TokenStore
+from jaxckpt.data.sources import Wanted
+from jaxckpt.data.store import TokenStore, block_hashes, content_hash
 from jaxckpt.data.stores import make_store_datasets
 from jaxckpt.errors import DataError
 from jaxckpt.snapshot import gcs as objects
@@ -68,10 +70,21 @@ def test_a_store_without_a_mask_counts_every_token_beside_one_that_has_one(store
     shutil.copytree(stores["a"], tmp_path / "masked")
     header = json.loads((tmp_path / "masked/store.json").read_text())
     (tmp_path / "masked/loss_mask.bin").write_bytes(bytes(header["tokens"]))
-    (tmp_path / "masked/store.json").write_text(json.dumps({**header, "has_loss_mask": True}))
+    blocks = {**header["blocks"], "loss_mask.bin": list(block_hashes(tmp_path / "masked/loss_mask.bin"))}
+    header |= {"has_loss_mask": True, "blocks": blocks, "content_hash": content_hash(blocks)}
+    (tmp_path / "masked/store.json").write_text(json.dumps(header))
     sets = make({"masked": str(tmp_path / "masked"), "b": stores["b"]}, weights={"masked": 1, "b": 1})
     masks = {sets.train[i]["loss_mask"].tobytes() for i in range(10)}
     assert masks == {bytes(9), bytes([1] * 9)}
+
+
+def test_a_mask_of_the_data_to_evaluate_on_does_not_reach_the_training_rows(stores, tmp_path):
+    (tmp_path / "qa.jsonl").write_text(json.dumps({"prompt": "what?", "response": "that"}))
+    wanted = Wanted(render=make_renderer("prompt_response"))
+    prepare([tmp_path / "qa.jsonl"], tmp_path / "qa", Settings(wanted=wanted, render="qa"))
+    sets = make(stores, held_out=str(tmp_path / "qa"))
+    assert set(sets.train[0]) == {"tokens"}
+    assert sets.held_out is not None and "loss_mask" in sets.held_out[0]
 
 
 def test_the_identity_changes_with_everything_that_moves_a_row_and_not_with_the_place(stores, tmp_path):
@@ -128,6 +141,10 @@ def test_stores_of_different_tokenizers_do_not_mix(stores, tmp_path):
 def test_too_little_text_for_a_row_is_named_with_its_store(stores):
     with pytest.raises(DataError, match=r"b: 61 tokens in 2 documents make no row of seq_len \+ 1 = 65 tokens"):
         make(stores, seq_len=64, weights={"a": 1})
+    with pytest.raises(
+        DataError, match=r"b: .* no row of at most seq_len \+ 1 = 4 .* give long_documents split or truncate"
+    ):
+        make(stores, seq_len=3, rows="packed", long_documents="leave_out")
     with pytest.raises(DataError, match="none of them held_out"):
         make({"held_out": stores["a"]})
     with pytest.raises(DataError, match="the weights sum to zero"):

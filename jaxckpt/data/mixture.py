@@ -43,9 +43,12 @@ class Mixture(grain.MapDataset):
 
     def __init__(self, components: Mapping[str, Epochs], schedule: Sequence[tuple[int, Weights]]):
         super().__init__(())
-        self.components, self.schedule = dict(components), [(int(batch), dict(w)) for batch, w in schedule]
+        self.components = dict(sorted(components.items()))  # whatever order they are named in
+        self.schedule = [(int(batch), dict(w)) for batch, w in schedule]
         check_schedule(self.schedule, list(self.components))
         self.segments: list[Segment] = []
+        self._names = list(self.components)
+        """those of all segments, in their order; some may be components no more"""
         self._shares: list[np.ndarray] = []
         self._bases: list[np.ndarray] = []
         self._chosen = lru_cache(maxsize=16)(self._choose_block)
@@ -73,7 +76,8 @@ class Mixture(grain.MapDataset):
         `example_of` gives the first example of a batch.
         """
         kept = [s for s in past if s.start < next_example]
-        planned = [(example_of(batch), weights) for batch, weights in self.schedule]
+        # What is skipped before the first batch still counts as drawn with the first weights.
+        planned = [(example_of(batch) if batch else 0, weights) for batch, weights in self.schedule]
         now = [weights for start, weights in planned if start <= next_example][-1]
         if not kept or not _alike(kept[-1].weights, now):
             kept = [*kept, Segment(next_example, now)]
@@ -84,29 +88,33 @@ class Mixture(grain.MapDataset):
         return [s for s in self.segments if s.start < next_example]
 
     def draws(self, next_example: int) -> dict[str, int]:
-        """How many examples of each component lie before `next_example`."""
-        counts = np.zeros(len(self.components), np.int64)
+        """How many examples of each component lie before `next_example`; of those that are none any more, too."""
+        counts = np.zeros(len(self._names), np.int64)
         for segment, share, end in zip(self.segments, self._shares, self._ends(), strict=True):
             if segment.start < next_example:
                 counts += _counts(np.array([min(next_example, end) - segment.start]), share)[:, 0]
-        return dict(zip(self.components, counts.tolist(), strict=True))
+        return dict(zip(self._names, counts.tolist(), strict=True))
 
     def read_rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         which, index = by_blocks(numbers // BLOCK, numbers % BLOCK, self._chosen)
         fields: dict[str, np.ndarray] = {}
-        for number, component in enumerate(self.components.values()):
+        for number, name in enumerate(self._names):
             at = np.flatnonzero(which == number)
             if at.size == 0:
                 continue
-            rows = component.read_rows(index[at])
+            if name not in self.components:
+                raise DataError(
+                    f"example {numbers[at[0]]} came from '{name}', which is no part of the mixture any more."
+                )
+            rows = self.components[name].read_rows(index[at])
             if at.size == numbers.size:
                 return rows
-            for name, values in rows.items():
-                fields.setdefault(name, np.empty((numbers.size, *values.shape[1:]), values.dtype))[at] = values
+            for field, values in rows.items():
+                fields.setdefault(field, np.empty((numbers.size, *values.shape[1:]), values.dtype))[at] = values
         return fields
 
     def choose(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(number of the component, number of its example) of each example int64[n]."""
+        """(number of the component by name, number of its example) of each example int64[n]."""
         which, index = np.empty(numbers.shape, np.int64), np.empty(numbers.shape, np.int64)
         of_segment = np.searchsorted([s.start for s in self.segments], numbers, "right") - 1
         for i in np.unique(of_segment).tolist():
@@ -124,8 +132,11 @@ class Mixture(grain.MapDataset):
     def _set(self, segments: list[Segment]) -> None:
         self.segments = segments
         self._chosen.cache_clear()
-        self._shares = [_shares([s.weights.get(name, 0.0) for name in self.components]) for s in segments]
-        base = np.zeros(len(self.components), np.int64)
+        # A segment is counted with all that were drawn from then, whether they are still there or not: else the others
+        # would move. One that was not there yet has no share, and so changes nothing.
+        self._names = sorted({*self.components, *(name for s in segments for name in s.weights)})
+        self._shares = [_shares([s.weights.get(name, 0.0) for name in self._names]) for s in segments]
+        base = np.zeros(len(self._names), np.int64)
         self._bases = []
         for segment, share, end in zip(segments, self._shares, self._ends(), strict=True):
             self._bases.append(base)

@@ -60,11 +60,13 @@ def make_store_datasets(
     if problems:
         raise DataError("\n  ".join(["the token stores cannot be used:", *problems]))
     _check_one_tokenizer(opened)
-    has_mask = any(store.loss_mask is not None for store in opened.values())
+    # The data to evaluate on must not change what is trained on: its rows may have a mask where the others have none.
+    has_mask = any(opened[name].loss_mask is not None for name in stores)
 
     def make_rows(name: str, store: TokenStore) -> CutRows | PieceRows:
         if rows == "cut":
-            made = CutRows(store.tokens, seq_len=seq_len, loss_mask=store.loss_mask, has_mask=has_mask)
+            is_masked = has_mask or store.loss_mask is not None
+            made = CutRows(store.tokens, seq_len=seq_len, loss_mask=store.loss_mask, has_mask=is_masked)
         else:
             made = PieceRows(
                 store.tokens,
@@ -75,9 +77,11 @@ def make_store_datasets(
                 long_documents=long_documents,
             )
         if len(made) == 0:
+            is_cut = rows == "cut"
+            way_out = "a shorter seq_len" if is_cut else "long_documents split or truncate" if store.tokens.size else ""
             problems.append(
                 f"{name}: {store.header.tokens} tokens in {store.header.documents} documents make no row of "
-                f"seq_len + 1 = {seq_len + 1} tokens; give more text or a shorter seq_len"
+                f"{'' if is_cut else 'at most '}seq_len + 1 = {seq_len + 1} tokens; give {way_out or 'documents'}, or more text"
             )
         elif isinstance(made, PieceRows):
             log.info("%s: %d rows of %d tokens, %.1f %% filled", name, len(made), seq_len + 1, 100 * made.fill)
@@ -93,7 +97,7 @@ def make_store_datasets(
     identity = {"algorithm": ALGORITHM_VERSION, "rows": rows, "seq_len": seq_len, "seed": seed}
     if rows != "cut":
         identity["long_documents"] = long_documents
-    for name in stores:
+    for name in sorted(stores):
         identity.update({f"{name}.{key}": value for key, value in opened[name].identity.items()})
     vocab_size = max(store.header.vocab_size for store in opened.values())
     return StoreDatasets(train, held_out_rows, identity, vocab_size)

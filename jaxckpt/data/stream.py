@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxckpt.data.batches import (
@@ -159,8 +160,11 @@ class BatchStream:
     # ------------------------------------------------------------------------------------------- what it holds
 
     def batch_at(self, batch: int) -> PyTree:
-        """This process's rows, as numpy, of batch `batch` (from 0), built now from no buffer."""
-        return self._global_batches(first=batch)[0]
+        """This process's rows, as numpy, of batch `batch` (from 0), built now from no buffer; all of an earlier size."""
+        course = self._position.course
+        count = course.end(batch + 1) - course.example(batch)
+        rows = self._rows if count == self.global_batch else np.arange(count)
+        return GlobalBatches(self._dataset, course, rows, first=batch)[0]
 
     def batch_struct(self) -> PyTree:
         """The batch as `jax.ShapeDtypeStruct`s with shardings, from example 0, to compile a step early."""
@@ -168,13 +172,10 @@ class BatchStream:
 
     def _batches_on_device(self) -> Any:
         """Iterator over the batches from the position on."""
-        batches = self._global_batches(first=self.batches)
+        batches = GlobalBatches(self._dataset, self._position.course, self._rows, first=self.batches)
         if reads_rows(self._dataset):  # in one pass, which the thread that reads ahead does itself
             return (self._to_device(batches[k]) for k in itertools.count())
         return iter(batches.map(self._to_device).to_iter_dataset(self._options))
-
-    def _global_batches(self, *, first: int) -> GlobalBatches:
-        return GlobalBatches(self._dataset, self._position.course, self._rows, first=first)
 
     def _probe(self) -> dict[str, str]:
         """An identity from outside, for data that brings none: a hash of the length and the bytes of eight examples."""
