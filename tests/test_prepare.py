@@ -1,5 +1,6 @@
 """Inputs to token stores: what is in them, what a killed or another command finds, and what is refused."""
 
+import contextlib
 import errno
 import fcntl
 import filecmp
@@ -29,7 +30,7 @@ from jaxckpt.data.prepare import Settings, Stopped, Watch, prepare
 from jaxckpt.data.sources import Document, Wanted
 from jaxckpt.data.store import BLOCK_BYTES, TokenStore
 from jaxckpt.data.tokens import load_tokenizer, split_by_name
-from jaxckpt.data.writer import BlockFile
+from jaxckpt.data.writer import BlockFile, StoreWriter
 from jaxckpt.errors import DataError
 from jaxckpt.observe.preparing import PrepareProgress
 
@@ -544,15 +545,85 @@ def test_the_command_prepares_tells_what_to_do_next_and_verify_finds_damage(tmp_
     assert code == 2 and "'many': expected a size" in told
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("dtype", "float99", 'dtype is "float99", expected one of uint16, uint32'),
+        ("dtype", ["uint16"], 'dtype is ["uint16"], expected one of'),
+        ("tokens", 2.0, "tokens is 2.0, expected a whole number from 0"),
+        ("documents", -1, "documents is -1, expected a whole number"),
+        ("vocab_size", "a", 'vocab_size is "a", expected a whole number'),
+        ("vocab_size", 70_000, "vocab_size is 70000, expected what fits in uint16"),
+        ("eos", True, "eos is true, expected a whole number"),
+        ("eos", 257, "eos is 257, expected less than vocab_size, which is 257"),
+        ("has_loss_mask", 0, "has_loss_mask is 0, expected true or false"),
+        ("has_loss_mask", True, "blocks has hashes of offsets.bin, tokens.bin, expected of loss_mask.bin, offsets.bin"),
+        ("tokenizer_hash", None, "tokenizer_hash is null, expected a string"),
+        ("content_hash", 5, "content_hash is 5, expected a string"),
+        ("content_hash", "5", 'content_hash is "5", which is not that of blocks'),
+        ("blocks", {"tokens.bin": "ab"}, "blocks is {"),
+        ("blocks", [], "blocks is [], expected lists of hashes by file"),
+        ("sources", [1], "sources is [1], expected a list of objects"),
+        ("options", None, "options is null, expected an object"),
+    ],
+)
+def test_a_damaged_header_is_refused_with_the_field(field, value, says, tmp_path):
+    prepare([write_lines(tmp_path / "x.jsonl", ["one"])], tmp_path / "out")
+    file = tmp_path / "out/store.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(DataError) as caught:
+        TokenStore(tmp_path / "out")
+    assert str(caught.value).startswith(f"{file} is damaged: ") and says in str(caught.value)
+    assert str(caught.value).endswith("Copy the store again, or prepare it again.")
+
+
+def test_offsets_that_do_not_lead_through_the_tokens_are_refused(tmp_path):
+    prepare([write_lines(tmp_path / "x.jsonl", ["one", "two", "three"])], tmp_path / "out")
+    for offsets, says in (
+        ([1, 4, 8, 14], "goes from 1 to 14, expected from 0 to 14"),
+        ([0, 4, 8, 13], "goes from 0 to 13, expected"),
+        ([0, 8, 4, 14], "has document 1 end at 4, before its start 8"),
+    ):
+        np.array(offsets, "<i8").tofile(tmp_path / "out/offsets.bin")
+        with pytest.raises(DataError, match=rf"offsets\.bin {says}.*jaxckpt verify"):
+            TokenStore(tmp_path / "out")
+    np.array([0, 4, 4, 14], "<i8").tofile(tmp_path / "out/offsets.bin")
+    assert len(TokenStore(tmp_path / "out").offsets) == 4
+
+
+def test_a_directory_of_two_stores_names_them(corpus, tmp_path):
+    prepare(corpus[:1], tmp_path / "out", Settings(holdout=0.2))
+    with pytest.raises(DataError, match=r"out is no token store, but holds the stores train and held_out: .*out/train"):
+        TokenStore(tmp_path / "out")
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """A write beyond that fails, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_every_file_of_a_store_is_closed_though_the_disk_takes_no_more(tmp_path):
+    writer = StoreWriter(tmp_path, np.dtype("uint16"))
+    writer.append(np.zeros(9, np.uint16), np.array([9]), None)
+    open_files = lambda: [n for n in os.listdir("/proc/self/fd") if is_ours(f"/proc/self/fd/{n}")]
+    is_ours = lambda link: os.path.islink(link) and os.readlink(link).startswith(str(tmp_path))
+    assert len(open_files()) == 2
+    with files_of_at_most(4), pytest.raises(OSError, match="too large"):
+        writer.close()
+    assert not open_files()
+
+
 def test_what_the_disk_refuses_is_told_and_the_same_command_goes_on(tmp_path):
     lines = write_lines(tmp_path / "x.jsonl", words(1, 100))
     command = ["prepare", "--out", tmp_path / "out", lines]
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, most[1]))
-    try:
+    with files_of_at_most(4000):
         code, told = jaxckpt(*command)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, most)
     assert code == 2 and f"--out {tmp_path}/out: cannot be written: File too large" in told, told
     assert (tmp_path / "out/partial/progress.json").exists() and not (tmp_path / "out/store.json").exists()
     code, told = jaxckpt(*command)

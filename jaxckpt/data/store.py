@@ -22,6 +22,8 @@ from jaxckpt.errors import DataError
 
 FORMAT = 1
 HEADER = "store.json"
+_WIDTHS = {"uint16": 2, "uint32": 4}
+_OFFSETS_AT_ONCE = 1 << 20
 BLOCK_BYTES = 16 << 20
 """files are hashed in blocks of this size, so that an interrupted writer can go on, and damage is found by its place"""
 
@@ -64,6 +66,7 @@ class TokenStore:
         h = self.header
         self.tokens: np.ndarray = self._map("tokens.bin", np.dtype(h.dtype).newbyteorder("<"), h.tokens)
         self.offsets: np.ndarray = self._map("offsets.bin", np.dtype("<i8"), h.documents + 1)
+        self._check_offsets()
         self.loss_mask: np.ndarray | None = None
         if h.has_loss_mask:
             self.loss_mask = self._map("loss_mask.bin", np.dtype(np.uint8), h.tokens)
@@ -91,6 +94,25 @@ class TokenStore:
             return np.empty(0, dtype)
         return np.asarray(np.memmap(path, dtype, "r"))
 
+    def _check_offsets(self) -> None:
+        """Raises DataError unless they go from 0 to the number of tokens and never back."""
+        offsets = self.offsets
+        problem = None
+        if (offsets[0], offsets[-1]) != (0, self.header.tokens):
+            problem = f"goes from {offsets[0]} to {offsets[-1]}, expected from 0 to {self.header.tokens}"
+        for first in range(0, len(offsets), _OFFSETS_AT_ONCE):
+            part = offsets[first : first + _OFFSETS_AT_ONCE + 1]
+            if problem is None and not (part[1:] >= part[:-1]).all():
+                document = first + int((part[1:] < part[:-1]).argmax())
+                problem = (
+                    f"has document {document} end at {offsets[document + 1]}, before its start {offsets[document]}"
+                )
+        if problem:
+            raise DataError(
+                f"{self.path / 'offsets.bin'} {problem}: the store is damaged. `python -m jaxckpt verify {self.path}` shows "
+                "all that is; copy it again, or prepare it again."
+            )
+
 
 def read_header(path: str | os.PathLike[str]) -> StoreHeader:
     """The header of the store at `path`, or a DataError that says why it is none."""
@@ -98,6 +120,11 @@ def read_header(path: str | os.PathLike[str]) -> StoreHeader:
     try:
         content = file.read_bytes()
     except FileNotFoundError:
+        if stores := [n for n in ("train", "held_out") if (Path(path) / n / HEADER).is_file()]:
+            raise DataError(
+                f"{path} is no token store, but holds the {'stores' if stores[1:] else 'store'} {' and '.join(stores)}: name "
+                f"one of them, as in {Path(path) / stores[0]}."
+            ) from None
         why = (
             "no such directory"
             if not Path(path).is_dir()
@@ -129,7 +156,50 @@ def parse_header(content: bytes, file: str) -> StoreHeader:
             f"{file} does not hold what a header holds (differing keys: {', '.join(sorted(set(tree) ^ names))}). Prepare "
             "the store again."
         )
+    if problems := list(_wrong_fields(tree)):
+        raise DataError(f"{file} is damaged: {'; '.join(problems)}. Copy the store again, or prepare it again.")
     return StoreHeader(**tree)
+
+
+def _wrong_fields(tree: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the values of a header that has all its keys, each with its key."""
+    for names, is_good, expected in (
+        (("dtype",), lambda v: isinstance(v, str) and v in _WIDTHS, f"one of {', '.join(_WIDTHS)}"),
+        (("tokens", "documents", "vocab_size", "eos"), _is_count, "a whole number from 0"),
+        (("has_loss_mask",), lambda v: isinstance(v, bool), "true or false"),
+        (("tokenizer", "tokenizer_hash", "content_hash", "jaxckpt"), lambda v: isinstance(v, str), "a string"),
+        (("blocks",), lambda v: isinstance(v, dict) and all(map(_is_strings, v.values())), "lists of hashes by file"),
+        (("sources",), lambda v: isinstance(v, list) and all(isinstance(s, dict) for s in v), "a list of objects"),
+        (("options",), lambda v: isinstance(v, dict), "an object"),
+    ):
+        for name in names:
+            if not is_good(tree[name]):
+                yield f"{name} is {_shown(tree[name])}, expected {expected}"
+    dtype, vocab_size, eos, blocks = (tree[n] for n in ("dtype", "vocab_size", "eos", "blocks"))
+    if _is_count(vocab_size) and _is_count(eos) and eos >= vocab_size:
+        yield f"eos is {eos}, expected less than vocab_size, which is {vocab_size}"
+    if isinstance(dtype, str) and dtype in _WIDTHS and _is_count(vocab_size) and vocab_size > 1 << 8 * _WIDTHS[dtype]:
+        yield f"vocab_size is {vocab_size}, expected what fits in {dtype}"
+    if isinstance(blocks, dict):
+        expected_files = {"tokens.bin", "offsets.bin", *(["loss_mask.bin"] if tree["has_loss_mask"] is True else [])}
+        if set(blocks) != expected_files:
+            found, expected = (", ".join(sorted(n)) or "no file" for n in (blocks, expected_files))
+            yield f"blocks has hashes of {found}, expected of {expected}"
+        if isinstance(tree["content_hash"], str) and content_hash(blocks) != tree["content_hash"]:
+            yield f"content_hash is {_shown(tree['content_hash'])}, which is not that of blocks"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) for v in value)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def header_bytes(header: StoreHeader) -> bytes:
