@@ -147,10 +147,8 @@ class Run:
         self._metrics: MetricsFile | None = None
         self._watch: watch.Watch | None = None
         self._clock = 0.0
-        self._is_closed = False
-        self._is_torn = False
+        self._is_closed = self._is_torn = self._is_compiled = False
         self._last_report: Report | None = None
-        self._is_compiled = False
         self._beginning = Beginning(
             self.plan,
             init,
@@ -346,6 +344,8 @@ class Run:
             raise NonFiniteError(
                 f"step {report.step}: the loss is {report.loss} and the gradient's norm {report.grad_norm}. {self._saving.way_back()}"
             )
+        if report.tokens == 0:
+            log.warning("step %d: the batch has no target, so nothing was learned from it", report.step)
         if report.skipped:
             log.warning(
                 "step %d: loss %s, gradient norm %s: update skipped", report.step, report.loss, report.grad_norm

@@ -1,5 +1,7 @@
 """What a run is fed over its lives: the same batches again, or a refusal that says what changed."""
 
+import logging
+
 import grain
 import numpy as np
 import pytest
@@ -246,3 +248,12 @@ def test_a_grain_data_set_that_is_no_permutation_is_refused_before_anything_is_t
     data = grain.MapDataset.range(4**8 + 1).shuffle(seed=1).map(lambda i: example(int(i)))
     with pytest.raises(DataError, match="65537"):
         make_run(data=data)
+
+
+def test_a_batch_without_a_target_is_told(caplog):
+    masked = Examples(40, lambda i: {**example(i), "mask": example(i)["mask"] * (not 4 <= i < 8)})
+    with caplog.at_level(logging.WARNING, "jaxckpt"):
+        train(None, 3, data=masked)
+    assert [r.getMessage() for r in caplog.records if "no target" in r.getMessage()] == [
+        "step 2: the batch has no target, so nothing was learned from it"
+    ]

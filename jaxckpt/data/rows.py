@@ -5,7 +5,6 @@ token, because the last target of one is the first input of the next; so no targ
 """
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -136,17 +135,6 @@ def cut_documents(
     first = np.repeat(starts, counts) + number * seq_len
     left = np.repeat(lengths, counts) - number * seq_len
     return first, np.minimum(left, seq_len + 1).astype(np.int32)
-
-
-def count_targets(rows: CutRows | PieceRows, numbers: Sequence[int]) -> int:
-    """Targets in rows `numbers`, counted as the Llama family's loss counts them."""
-    fields = rows.read_rows(np.asarray(numbers, np.int64))
-    is_target = np.ones(fields["tokens"][:, 1:].shape, bool)
-    if "loss_mask" in fields:
-        is_target &= fields["loss_mask"][:, 1:] != 0
-    if "segment_ids" in fields:
-        is_target &= fields["segment_ids"][:, 1:] == fields["segment_ids"][:, :-1]
-    return int(is_target.sum())
 
 
 def _gather(values: np.ndarray, starts: np.ndarray, width: int, dtype: type) -> np.ndarray:
