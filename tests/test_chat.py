@@ -301,6 +301,6 @@ def test_a_store_of_conversations_learns_the_answers_alone(tmp_path):
 def test_bad_conversations_are_named_with_file_and_line_and_no_store_is_made(tmp_path):
     with pytest.raises(DataError) as caught:
         prepared(tmp_path, [{"messages": MESSAGES}, {"messages": []}, {"text": "a"}], chat(CHATML))
-    assert "data.jsonl:2: field 'messages' is a list, but empty" in str(caught.value)
+    assert f"{tmp_path}/data.jsonl:2: field 'messages' is a list, but empty" in str(caught.value)
     assert "data.jsonl:3: there is no field 'messages'" in str(caught.value)
     assert not (tmp_path / "store" / "store.json").exists()

@@ -460,6 +460,11 @@ def test_problems_of_the_inputs_come_all_at_once_and_leave_nothing(tmp_path):
         prepare([], tmp_path / "out")
     with pytest.raises(DataError, match="expected a share"):
         prepare([SOTU], tmp_path / "out", Settings(holdout=1.0))
+    with pytest.raises(DataError, match="--seed -1: expected a whole number from 0"):
+        prepare([SOTU], tmp_path / "out", Settings(seed=-1))
+    for field in ("", " ", "prompt,"):
+        code, told = jaxckpt("prepare", "--out", tmp_path / "out", "--field", field, SOTU)
+        assert code == 2 and f"--field {field!r}: expected the name of a field" in told
     with pytest.raises(DataError, match="a local directory"):
         prepare([SOTU], "gs://bucket/out")
 
@@ -477,6 +482,37 @@ def test_bad_documents_are_told_up_to_twenty_or_left_out_and_counted(tmp_path):
     one, other = (s["left_out"] for s in done.headers[0].sources)
     assert (one["empty"], one["bad"], len(one["first_bad"])) == (1, 30, 20) and other["bad"] == 1
     assert "byte 3 is not UTF-8" in other["first_bad"][0]
+
+
+def test_bad_documents_of_the_files_that_follow_are_told_too(tmp_path):
+    for i in range(30):
+        (tmp_path / f"{i:02d}.txt").write_bytes(b"caf\xe9" if 3 <= i < 8 or i == 25 else b"good")
+
+    def refusal():
+        with pytest.raises(DataError) as caught:
+            prepare([tmp_path / "*.txt"], tmp_path / "out")
+        return str(caught.value)
+
+    told = refusal()
+    assert [n for n in range(30) if f"/{n:02d}.txt: byte 3" in told] == [3, 4, 5, 6, 7, 25]
+    assert "not looked at" not in told and "and more" not in told
+    os.truncate(tmp_path / "24.txt", 257 << 20)
+    told = refusal()
+    assert "07.txt" in told and "25.txt" not in told and "The last 6 inputs were not looked at." in told
+    for i in range(3, 24):
+        (tmp_path / f"{i:02d}.txt").write_bytes(b"caf\xe9")
+    told = refusal()
+    assert told.count("byte 3") == 20 and "22.txt" in told and "  ... and more\n" in told
+    for i in range(3, 30):
+        (tmp_path / f"{i:02d}.txt").write_bytes(b"good")
+    assert prepare([tmp_path / "*.txt"], tmp_path / "out").headers[0].documents == 30
+
+
+def test_inputs_without_a_document_are_named(tmp_path):
+    for content, says in (("", ": they are empty"), ('{"text": " "}\n' * 3, " but 3 that are empty or cannot be read")):
+        (tmp_path / "x.jsonl").write_text(content)
+        with pytest.raises(DataError, match=rf"hold no document{says} \({tmp_path}/x\.jsonl\)"):
+            prepare([tmp_path / "x.jsonl"], tmp_path / "out", restart=True)
 
 
 def test_foreign_files_stay_and_are_refused(tmp_path):

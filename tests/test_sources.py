@@ -101,6 +101,32 @@ def test_a_text_file_is_one_document_also_compressed(tmp_path):
         assert item.found == Document(path.name, text) and list(read(only(path), Wanted(), item.place)) == []
 
 
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone \xef\xbb\xbf")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one \xef\xbb\xbf"}\n{"text": "two"}\n\xef\xbb\xbf{}')
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
+    (item,) = read(only(tmp_path / "a.txt"), Wanted())
+    assert item.found.text == "one \ufeff"
+    for name in ("b.jsonl", "c.jsonl.gz"):
+        one, two, bad = read(only(tmp_path / name), Wanted())
+        assert (one.found.text, two.found.text) == ("one \ufeff", "two") and isinstance(bad.found, Bad)
+        assert [i.found for i in read(only(tmp_path / name), Wanted(), one.place)] == [two.found, bad.found]
+
+
+def test_what_a_directory_holds_besides_is_told(tmp_path):
+    for name in ("a.jsonl", "b.md", "c.csv", ".hidden", "_SUCCESS", "sub/c.txt", ".git/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    told = []
+    assert len(inputs(tmp_path, say=told.append)[0]) == 1
+    assert told == [
+        f"{tmp_path}: leaves out 1 subdirectory and 2 files of other kinds; give a glob pattern to include them"
+    ]
+    write_saved_data_set(tmp_path / "sub/saved", [pa.table({"text": ["x"]})])
+    inputs(tmp_path / "sub/saved", tmp_path / "*.*", tmp_path / ".git", say=told.append)
+    assert len(told) == 1
+
+
 def test_a_directory_gives_what_is_known_and_a_pattern_gives_all(tmp_path):
     for name in ("b.txt", "a.jsonl", ".hidden.txt", "_SUCCESS", "notes.md", "sub/c.txt", "sub/d.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -244,7 +270,7 @@ def test_a_renderer_makes_documents_of_whole_records(tmp_path):
     def render(record, name):
         if record["id"] == 1:
             raise DataError(f"{name}: no answer")
-        return Document(name, f"Q{record['id']} A", targets=((3, 4),))
+        return Document("any", f"Q{record['id']} A", targets=((3, 4),))
 
     rows = [{"id": i} for i in range(3)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, []])))
@@ -255,7 +281,7 @@ def test_a_renderer_makes_documents_of_whole_records(tmp_path):
         found = [item.found for item in read(only(tmp_path / name), Wanted(render=render))]
         assert found[:3] == [
             Document(f"{name}:1", "Q0 A", ((3, 4),)),
-            Bad(f"{name}:2: no answer"),
+            Bad(f"{only(tmp_path / name).at(2)}: no answer"),
             Document(f"{name}:3", "Q2 A", ((3, 4),)),
         ]
     assert bads(tmp_path / "a.jsonl", render=render)[1] == f"{tmp_path}/a.jsonl:4: expected an object, found list"
@@ -298,5 +324,9 @@ def test_objects_of_gs_are_read_as_files_are(gcs, request, every_kind):
     before = files[0].modified
     objects.write(f"{root}/a.jsonl", LINES.encode())
     assert inputs(f"{root}/a.jsonl")[0][0].modified != before
+    objects.write(f"{root}/sub/a.txt", b"x")
+    said = []
+    inputs(root, say=said.append)
+    assert said == [f"{root}: leaves out 2 subdirectories; give a glob pattern to include them"]
     told = inputs(f"{root}/none.txt", f"{root}/*.none")[1]
     assert "no such object" in told[0] and "matches no object" in told[1]

@@ -62,6 +62,8 @@ def make_render(
     kind: str, *, field: str | None, template: str | None, date: str | None, tokenizer: str
 ) -> Renderer | None:
     """What makes a document of a record of `kind`: None for "text". Raises DataError for options that do not fit."""
+    if field is not None and not all(part.strip() for part in field.split(",")):
+        raise DataError(f"--field {field!r}: expected the name of a field.")
     if kind == "text":
         if given := [name for name, value in (("--template", template), ("--date", date)) if value]:
             raise DataError(f"{' and '.join(given)}: only records of --format chat or prompt_response have a template.")

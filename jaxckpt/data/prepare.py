@@ -16,7 +16,7 @@ from typing import Any
 from jaxckpt.data import bpe, partial
 from jaxckpt.data.encode import Encoded, Encoder
 from jaxckpt.data.partial import Command, Partial
-from jaxckpt.data.readers import Place, check, read
+from jaxckpt.data.readers import Item, Place, check, read
 from jaxckpt.data.sources import Bad, Document, Input, Wanted, expand, is_changed
 from jaxckpt.data.store import StoreHeader
 from jaxckpt.data.streams import Batch, Streams
@@ -24,6 +24,8 @@ from jaxckpt.data.tokens import SHOWN_PROBLEMS, load_tokenizer, split_place
 from jaxckpt.errors import DataError, listed
 
 _BATCH_DOCUMENTS = 4096
+_LOOKED_AHEAD_FILES, _LOOKED_AHEAD_BYTES = 1000, 256 << 20
+"""behind the first bad document, so that a corpus of small files does not take an attempt for each bad one"""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ def prepare(
         )
     if not 0 <= settings.holdout < 1:
         raise DataError(f"--holdout {settings.holdout}: expected a share of the documents from 0 to less than 1")
-    files = _checked_inputs(inputs, settings.wanted)
+    if settings.seed < 0:
+        raise DataError(f"--seed {settings.seed}: expected a whole number from 0.")
+    files = _checked_inputs(inputs, settings.wanted, watch.say)
     command = Command(_options(settings), files, settings.splits)
     stores = tuple(path / name for name in settings.splits)
     if headers := partial.whole(path, command):
@@ -130,9 +134,11 @@ def prepare(
     return Prepared(stores, tuple(headers), True, tokens=work.tokens, seconds=now - begun, tokens_per_s=speed)
 
 
-def _checked_inputs(inputs: Sequence[str | os.PathLike[str]], wanted: Wanted) -> list[Input]:
+def _checked_inputs(
+    inputs: Sequence[str | os.PathLike[str]], wanted: Wanted, say: Callable[[str], object]
+) -> list[Input]:
     problems: list[str] = []
-    files = expand(inputs, problems)
+    files = expand(inputs, problems, say=say)
     for file in files:
         problems += check(file, wanted)
     if not files and not problems:
@@ -156,6 +162,12 @@ def _options(settings: Settings) -> dict[str, Any]:
         "skip_bad": settings.skip_bad,
     }
     return options | ({"train_bytes": settings.train_bytes} if bpe.vocabulary(name) else {})
+
+
+def _no_document(names: Sequence[str], left_out: int) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+    what = f" but {left_out} that are empty or cannot be read" if left_out else ": they are empty"
+    return f"the inputs hold no document{what} ({shown}). Give other inputs."
 
 
 class _Work:
@@ -206,7 +218,7 @@ class _Work:
         """The document that must change sides because one side has none, and the side; None if all is well."""
         counts = streams.documents
         if not sum(counts):
-            raise DataError(f"the inputs hold no document: {streams.left_out} were left out. Give other inputs.")
+            raise DataError(_no_document([file.path for file in self._inputs], streams.left_out))
         if all(counts):
             return None
         if streams.filler is not None or sum(counts) < 2:
@@ -300,12 +312,7 @@ class _Work:
             for place, found in items:
                 if isinstance(found, Bad) and not settings.skip_bad:
                     yield batch
-                    more = (item.found.text for item in items if isinstance(item.found, Bad))
-                    problems = [found.text, *itertools.islice(more, SHOWN_PROBLEMS - 1)]
-                    raise _BadInput(
-                        f"the inputs cannot be prepared:\n{listed(problems)}\nNo store was made. Correct the file, or leave "
-                        "such documents out with --skip-bad; the same command then goes on."
-                    )
+                    raise self._bad_input(number, found, items)
                 if isinstance(found, Bad):
                     batch.leave_out(number, found)
                 elif not found.text or found.text.isspace():
@@ -324,6 +331,38 @@ class _Work:
             place = Place()
             batch.position = (number + 1, place)
         yield batch
+
+    def _bad_input(self, number: int, first: Bad, rest: Iterator[Item]) -> _BadInput:
+        """The error of a first bad document of input `number`, with all others of `rest` and of some inputs that follow."""
+        to_come = iter(self._inputs[number + 1 : number + 1 + _LOOKED_AHEAD_FILES])
+        looked = number
+
+        def problems() -> Iterator[str]:
+            nonlocal looked
+            yield first.text
+            yield from (item.found.text for item in rest if isinstance(item.found, Bad))
+            left = _LOOKED_AHEAD_BYTES
+            for file in to_come:
+                left -= file.bytes
+                if left < 0 or self._watch.stop():
+                    return
+                yield from (i.found.text for i in read(file, self._settings.wanted) if isinstance(i.found, Bad))
+                looked += 1
+
+        found = list(itertools.islice(problems(), SHOWN_PROBLEMS + 1))
+        lines = listed(found[:SHOWN_PROBLEMS])
+        if found[SHOWN_PROBLEMS:]:
+            lines += "\n  ... and more"
+        elif unseen := len(self._inputs) - 1 - looked:
+            lines += (
+                f"\nThe last {unseen} inputs were not looked at."
+                if unseen > 1
+                else "\nThe last input was not looked at."
+            )
+        return _BadInput(
+            f"the inputs cannot be prepared:\n{lines}\nNo store was made. Correct the files, or leave such documents out with "
+            "--skip-bad; the same command then goes on."
+        )
 
     def _side(self, document: Document, filler: tuple[str, int] | None) -> tuple[int, float]:
         """Which store a document goes to, and its place in [0, 1) that decides it."""

@@ -3,12 +3,14 @@
 Text and JSON lines are read here; what comes in tables or records, in `tables.py`.
 """
 
+import codecs
 import contextlib
 import gzip
 import io
 import json
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from jaxckpt.data import tables
@@ -81,7 +83,7 @@ def document(file: Input, row: int, found: Any, wanted: Wanted) -> Document | Ba
         result = Document(name, found)
     else:
         try:
-            result = wanted.render(found, name)
+            result = replace(wanted.render(found, file.at(row)), name=name)
         except DataError as e:
             return Bad(str(e))
     return _checked(file, row, result, wanted.max_document)
@@ -125,7 +127,7 @@ def _text(file: Input, wanted: Wanted, start: Place) -> Iterator[Item]:
         yield Item(place, Bad(too_long(file.path, wanted.max_document)))
         return
     try:
-        yield Item(place, Document(file.name, data.decode()))
+        yield Item(place, Document(file.name, data.removeprefix(codecs.BOM_UTF8).decode()))
     except UnicodeDecodeError as e:
         yield Item(place, Bad(f"{file.path}: byte {e.start} is not UTF-8 ({e.reason}); convert the file to UTF-8"))
 
@@ -185,6 +187,7 @@ def _lines(file: Input, limit: int, start: Place) -> Iterator[tuple[Place, bytes
                 row += 1
                 if row > start.row:
                     place = Place(row, raw.tell())
+                    line = line.removeprefix(codecs.BOM_UTF8) if row == 1 else line
                     yield place, Bad(too_long(file.at(row), limit)) if is_long else line
     except _BROKEN as e:
         # Of a compressed file some lines before the break are lost too.

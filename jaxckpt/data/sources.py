@@ -8,7 +8,7 @@ import glob
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -82,7 +82,8 @@ class Wanted:
     field: str | None = None
     """of the text; None: "text", and an ArrayRecord record is text itself"""
     render: Callable[[Mapping[str, Any], str], Document] | None = None
-    """makes the document from a whole record and its name, instead of `field`; raises DataError that names the record"""
+    """makes the document from a whole record, instead of `field`, given how messages call the record; raises DataError that
+    begins with this; the document's name is set afterwards"""
     max_document: int = 256 << 20
     """bytes; a longer document is refused, before it is whole in memory where the format allows"""
 
@@ -124,9 +125,15 @@ def is_known(name: str) -> bool:
 
 
 def expand(
-    entries: Sequence[str | os.PathLike[str]], problems: list[str], *, in_directory: Callable[[str], bool] = is_known
+    entries: Sequence[str | os.PathLike[str]],
+    problems: list[str],
+    *,
+    in_directory: Callable[[str], bool] = is_known,
+    say: Callable[[str], object] = lambda text: None,
 ) -> list[Input]:
     """The files that `entries` mean, in their order; what is wrong with them goes to `problems`.
+
+    `say` is told what directories hold besides.
 
     An entry is a file, a directory (its files that `in_directory` wants, or the data that Hugging Face `datasets` saved
     there), or a glob pattern (sorted); local or gs://.
@@ -135,9 +142,9 @@ def expand(
     seen: dict[str, str] = {}
     for entry in [os.fspath(e) for e in entries]:
         files = (
-            _remote(entry, problems, in_directory)
+            _remote(entry, problems, in_directory, say)
             if entry.startswith("gs://")
-            else _local(entry, problems, in_directory)
+            else _local(entry, problems, in_directory, say)
         )
         for file in files:
             same = file.path if file.path.startswith("gs://") else os.path.realpath(file.path)
@@ -152,15 +159,20 @@ def expand(
 # ------------------------------------------------------------------------------------------------ local files
 
 
-def _local(entry: str, problems: list[str], in_directory: Callable[[str], bool]) -> Iterator[Input]:
+def _local(
+    entry: str, problems: list[str], in_directory: Callable[[str], bool], say: Callable[[str], object]
+) -> Iterator[Input]:
     path = Path(entry)
     if path.is_dir():
         try:
-            here = sorted(e.name for e in os.scandir(path) if not e.is_dir())
+            found = sorted((e.name, e.is_dir()) for e in os.scandir(path))
         except OSError as e:
             problems.append(f"{entry}: cannot be listed ({e.strerror})")
             return
-        for name in _of_directory(entry, here, lambda n: (path / n).read_bytes(), problems, in_directory):
+        here = [name for name, is_directory in found if not is_directory]
+        names = _of_directory(entry, here, lambda n: (path / n).read_bytes(), problems, in_directory)
+        _tell_left_out(entry, [n for n, is_directory in found if is_directory], set(here) - set(names), say)
+        for name in names:
             yield from _stat(name, path / name, problems)
     elif path.exists():
         yield from _stat(path.name, path, problems)
@@ -223,6 +235,20 @@ def _of_directory(
     return names
 
 
+_OF_DATASETS = {"dataset_info.json", "state.json"}
+
+
+def _tell_left_out(entry: str, directories: Iterable[str], files: Iterable[str], say: Callable[[str], object]) -> None:
+    """Says what a directory holds besides its documents, but for what is hidden by its name."""
+    if set(files) >= _OF_DATASETS:
+        return  # it names its files itself
+    counts = [sum(not n.startswith((".", "_")) for n in names) for names in (directories, files)]
+    kinds = (("subdirectory", "subdirectories"), ("file of another kind", "files of other kinds"))
+    found = [f"{n} {one if n == 1 else many}" for n, (one, many) in zip(counts, kinds, strict=True) if n]
+    if found:
+        say(f"{entry}: leaves out {' and '.join(found)}; give a glob pattern to include them")
+
+
 def _json_list(content: bytes, key: str) -> list[Any]:
     try:
         tree = json.loads(content)
@@ -235,21 +261,28 @@ def _json_list(content: bytes, key: str) -> list[Any]:
 # ------------------------------------------------------------------------------------------------ gs://
 
 
-def _remote(entry: str, problems: list[str], in_directory: Callable[[str], bool]) -> list[Input]:
+def _remote(
+    entry: str, problems: list[str], in_directory: Callable[[str], bool], say: Callable[[str], object]
+) -> list[Input]:
     parts = entry.removeprefix("gs://").split("/")
     fixed = _fixed_part(parts) if glob.has_magic(entry) else parts
     # The last part makes a whole bucket a path too.
     paths.resolve("gs://" + "/".join([*(p for p in fixed if p), "-"]))
     files = gcs.filesystem()
     try:
-        return _remote_files(files, entry.rstrip("/"), "/".join(fixed), problems, in_directory)
+        return _remote_files(files, entry.rstrip("/"), "/".join(fixed), problems, in_directory, say)
     except Exception as e:  # gcsfs raises whatever the layers under it do
         problems.append(f"{entry}: cannot be listed ({type(e).__name__}: {' '.join(str(e).split())})")
         return []
 
 
 def _remote_files(
-    files: Any, entry: str, fixed: str, problems: list[str], in_directory: Callable[[str], bool]
+    files: Any,
+    entry: str,
+    fixed: str,
+    problems: list[str],
+    in_directory: Callable[[str], bool],
+    say: Callable[[str], object],
 ) -> list[Input]:
     if glob.has_magic(entry):
         infos = [i for _, i in sorted(files.glob(entry, detail=True).items()) if i["type"] == "file"]
@@ -263,9 +296,12 @@ def _remote_files(
         return []
     if info["type"] == "file":
         return [_object(info, PurePosixPath(info["name"]).name)]
-    here = {PurePosixPath(i["name"]).name: i for i in files.ls(entry, detail=True) if i["type"] == "file"}
+    listing = files.ls(entry, detail=True)
+    here = {PurePosixPath(i["name"]).name: i for i in listing if i["type"] == "file"}
     read = lambda name: files.cat_file(f"{entry}/{name}")
     names = _of_directory(entry, sorted(here), read, problems, in_directory)
+    directories = [PurePosixPath(i["name"]).name for i in listing if i["type"] == "directory"]
+    _tell_left_out(entry, directories, set(here) - set(names), say)
     problems += [f"{entry}/{n}: no such object" for n in names if n not in here]
     return [_object(here[n], n) for n in names if n in here]
 
