@@ -625,6 +625,17 @@ def test_offsets_that_do_not_lead_through_the_tokens_are_refused(tmp_path):
             TokenStore(tmp_path / "out")
     np.array([0, 4, 4, 14], "<i8").tofile(tmp_path / "out/offsets.bin")
     assert len(TokenStore(tmp_path / "out").offsets) == 4
+    many = (1 << 20) + 2  # they are read in parts, and this is at the border of two
+    header = json.loads((tmp_path / "out/store.json").read_text())
+    (tmp_path / "out/store.json").write_text(json.dumps({**header, "documents": many}))
+    for document in (many - 3, many - 2, many - 1):
+        offsets = np.zeros(many + 1, "<i8")
+        offsets[document], offsets[-1] = 15, 14
+        offsets.tofile(tmp_path / "out/offsets.bin")
+        with pytest.raises(
+            DataError, match=rf"document {document} end at {offsets[document + 1]}, before its start 15"
+        ):
+            TokenStore(tmp_path / "out")
 
 
 def test_a_directory_of_two_stores_names_them(corpus, tmp_path):
