@@ -50,7 +50,8 @@ def test_resume_after_kill_is_bitwise_equal(name: str, tmp_path: Path, uninterru
     if overrides:
         train(whole, *overrides)
     killed = tmp_path / "killed"
-    for step in sorted(random.Random(name).sample(range(2, 28), 2)):
+    # Once is enough for each kind of state: tests/chaos kills one run again and again.
+    for step in sorted(random.Random(name).sample(range(2, 28), 1 if overrides else 2)):
         signal_after(step, start(command(killed, *overrides)), killed)
     train(killed, *overrides)
     assert_same_run(whole, killed)

@@ -52,7 +52,7 @@ def test_signals_are_heard_while_the_main_thread_is_in_c_code() -> None:
 
 
 def test_a_signal_during_the_imports_stops_the_command_with_its_exit_code(tmp_path: Path) -> None:
-    process = start(command(tmp_path / "run"))
+    process = start(command(tmp_path / "run"), is_cold=True)
     wait_for(lambda: bool(caught(process.pid) >> (signal.SIGTERM - 1) & 1))
     process.send_signal(signal.SIGTERM)
     output = finish(process, expect=75)

@@ -10,7 +10,8 @@ from typing import Any
 log = logging.getLogger("jaxckpt")
 
 _POLL_S = 0.1
-_CLOSE_POLL_S = 0.01
+_ROOM_POLL_S = 0.02
+_CLOSE_S = 1.0
 _TELL_EVERY_S = 60
 Arrival = tuple[Any, BaseException | None]
 """what a read gave, or the error that ended it"""
@@ -50,18 +51,26 @@ class ReadAhead:
         self._is_left = True
 
     def close(self) -> None:
-        """Ends the thread and the iterator. Waits for the read that is under way."""
+        """Ends the thread and the iterator; a read that does not end within a second is left to itself."""
         self._is_left = True
-        while self._thread.is_alive():  # it may wait for room
-            self.get(_CLOSE_POLL_S)
-        self._batches.close()
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
+        try:
+            while not self._is_left:
+                try:
+                    arrival = next(self._batches), None
+                except BaseException as e:
+                    arrival = None, e
+                self._put(arrival)
+                if arrival[1] is not None:
+                    return
+        finally:
+            self._batches.close()  # Grain's iterators belong to the thread that reads from them
+
+    def _put(self, arrival: Arrival) -> None:
         while not self._is_left:
             try:
-                arrival = next(self._batches), None
-            except BaseException as e:
-                arrival = None, e
-            self._arrived.put(arrival)
-            if arrival[1] is not None:
-                return
+                return self._arrived.put(arrival, timeout=_ROOM_POLL_S)
+            except queue.Full:
+                continue

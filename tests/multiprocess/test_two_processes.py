@@ -64,18 +64,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, config: Path) -> Pat
     return run_dir
 
 
-def test_killed_and_resumed_on_two_processes_is_bitwise_equal(
-    tmp_path: Path, uninterrupted: Path, config: Path
-) -> None:
-    processes = start_two(tmp_path, config=config)
-    wait_for(lambda: steps_done(tmp_path) >= 11, processes[0], "step 11")
-    kill(processes)
-    assert 0 < committed_steps(tmp_path / "snapshots")[-1] < 30
-    run_two(tmp_path, config=config)
-    assert_same_run(uninterrupted, tmp_path)
-
-
-def test_resumed_on_one_process_gets_the_same_batches_and_close_losses(
+def test_killed_on_two_processes_and_resumed_on_one_gets_the_same_batches_and_close_losses(
     tmp_path: Path, uninterrupted: Path, config: Path
 ) -> None:
     processes = start_two(tmp_path, config=config)
