@@ -33,6 +33,7 @@ MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d{10})")
 _PIN = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _MARK = ".ok"
+_LATE_ROUNDS, _LATE_S = 6, 0.5
 _DELETED = ".deleted-"
 _UNFINISHED = ".writing-"
 
@@ -129,12 +130,16 @@ def discard_unfinished(root: epath.Path, step: int) -> None:
     """Frees the space of a save that failed, wherever it failed; a step with its mark stays. Raises nothing."""
     name = step_path(root, step).name
     try:
-        names = _names(root)
-        if name + _MARK not in names:
-            for left in (
-                n for n in names if n in (name, _UNFINISHED + name + _MARK) or n.startswith(name + TMP_SUFFIX)
-            ):
+        for _ in range(_LATE_ROUNDS):
+            names = _names(root)
+            own = [n for n in names if n in (name, _UNFINISHED + name + _MARK) or n.startswith(name + TMP_SUFFIX)]
+            if name + _MARK in names or not own:
+                break
+            for left in own:
                 _remove(root, left)
+            if is_local(root):
+                break
+            time.sleep(_LATE_S)  # the save's other requests may still be on their way, and make an object anew
     except OSError as e:
         log.warning("%s: what the save of step %d left behind could not be removed: %s", root, step, e)
 
