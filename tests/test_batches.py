@@ -181,6 +181,24 @@ def test_close_ends_the_threads():
         assert not [thread for thread in started if thread.is_alive()]
 
 
+def test_closing_does_not_wait_for_a_read_that_never_ends():
+    is_reading, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def make(i):
+        if i >= 4:
+            is_reading.set()
+            may_end.wait(10)
+            ended.set()
+        return {"x": np.int32(i)}
+
+    stream = stream_of(Each(make), num_threads=0)
+    next(stream)
+    assert is_reading.wait(40)
+    stream.close()
+    assert not ended.is_set()
+    may_end.set()
+
+
 # Meshes and processes
 
 

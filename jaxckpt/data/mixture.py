@@ -43,12 +43,12 @@ class Mixture(grain.MapDataset):
 
     def __init__(self, components: Mapping[str, Epochs], schedule: Sequence[tuple[int, Weights]]):
         super().__init__(())
-        self.components = dict(sorted(components.items()))  # whatever order they are named in
+        self.components = dict(components)
         self.schedule = [(int(batch), dict(w)) for batch, w in schedule]
         check_schedule(self.schedule, list(self.components))
         self.segments: list[Segment] = []
-        self._names = list(self.components)
-        """those of all segments, in their order; some may be components no more"""
+        self._names: list[str] = []
+        """those of all segments, sorted, in whatever order they were given; some may be components no more"""
         self._shares: list[np.ndarray] = []
         self._bases: list[np.ndarray] = []
         self._chosen = lru_cache(maxsize=16)(self._choose_block)
