@@ -97,7 +97,7 @@ StepRange = tuple[Count, Count]
 HostPort = Annotated[str, Field(pattern=r"^\S+:\d+$")]
 Rules = Annotated[dict[str, list[str | list[str] | None]], AfterValidator(_rules)]
 ComputeDtype = Literal["float32", "bfloat16"]
-Tier = Literal["device", "pinned_host"]
+Tier = Literal["device", "pinned_host", "nvme"]
 Remat = Literal[
     "none", "full", "everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"
 ]

@@ -8,17 +8,19 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxckpt.errors import PlanError
 from jaxckpt.state import tree
+from jaxckpt.state.nvme import SMALLEST_BYTES, NvmeStruct
 from jaxckpt.state.train_state import TrainState
 
-Tier = Literal["device", "pinned_host"]
+Tier = Literal["device", "pinned_host", "nvme"]
 Rules = Sequence[tuple[str, P]]
 
 # Gathering a leaf of this many elements or fewer costs more than keeping it whole on every device.
@@ -27,10 +29,33 @@ SMALL_LEAF = 2**12
 
 @dataclass(frozen=True)
 class Placement:
-    """The memory tier of each group of state that may leave the device."""
+    """The tier of each group of state that may leave the device, and how it streams through the update.
 
+    `paths` are (regex, tier): a leaf takes the tier of the first regex found in its path ('opt_state/0/nu/...'), else
+    that of its group. Scalars stay on the device. `grads` says where gradients are summed up.
+    """
+
+    params: Tier = "device"
     master: Tier = "device"
     opt_state: Tier = "device"
+    grads: Literal["device", "pinned_host"] = "device"
+    paths: tuple[tuple[str, Tier], ...] = ()
+    nvme_dirs: tuple[str, ...] = ()
+    """directories on local disks; several are used as stripes"""
+    nvme_cache_bytes: int = 0
+    """host memory for buckets of the nvme tier that need not be read again"""
+    bucket_bytes: int = 128 << 20
+    """of state that is fetched, updated and written back together on each device"""
+
+    def tier(self, path: str, x: Any) -> Tier:
+        """Where the leaf `x` of the training state (an array or a struct) with this path lives between steps."""
+        # Scalars (step counts) stay on the device: moving them would cost a copy each and save nothing.
+        if x.ndim == 0 or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return "device"
+        group = {"params": self.params, "master": self.master, "opt_state": self.opt_state}
+        named = (tier for pattern, tier in self.paths if re.search(pattern, path))
+        tier: Tier = next(named, group.get(path.partition("/")[0], "device"))
+        return "pinned_host" if tier == "nvme" and math.prod(x.shape) * x.dtype.itemsize <= SMALLEST_BYTES else tier
 
 
 def make_plan(
@@ -54,22 +79,20 @@ def make_plan(
         for path, x in tree.flatten(abstract.params).items()
     }
     shapes = {path: x.shape for path, x in tree.flatten(abstract.params).items()}
-    tiers = {"master": placement.master, "opt_state": placement.opt_state}
-    _check_tiers(tiers, mesh, problems)
+    paths = list(tree.flatten(abstract))  # refuses paths that the disk could not tell apart
+    _check_placement(placement, paths, mesh, problems)
     if problems:
         raise PlanError("the state cannot be laid out on this mesh:\n" + "\n".join(f"  {p}" for p in problems))
 
-    def place(path: str, x: Any) -> jax.ShapeDtypeStruct:
-        group, _, rest = path.partition("/")
-        parameter = _owner(rest, x.shape, shapes)
+    def place(path: str, x: Any) -> Any:
+        parameter = owner(path.partition("/")[2], x.shape, shapes)
         spec = specs[parameter] if parameter else _fsdp_spec(x.shape, mesh)
-        # Scalars (step counts) stay on the device: moving them would cost a copy each and save nothing.
-        kind = tiers.get(group, "device") if x.ndim else "device"
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
+        tier = placement.tier(path, x)
+        if tier == "nvme":
+            return NvmeStruct(x.shape, x.dtype, NamedSharding(mesh, spec, memory_kind="device"))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec, memory_kind=tier))
 
-    plan = tree.map_with_path(place, abstract)
-    tree.flatten(plan)  # refuses paths that the disk could not tell apart
-    return plan
+    return tree.map_with_path(place, abstract)
 
 
 def unannotated(plan: TrainState, rules: Rules, annotations: Mapping[str, P]) -> frozenset[str]:
@@ -86,7 +109,7 @@ def shardings(plan: Any, memory_kind: str | None = None) -> Any:
     return jax.tree.map(lambda x: x.sharding.with_memory_kind(memory_kind) if memory_kind else x.sharding, plan)
 
 
-def _owner(path: str, shape: tuple[int, ...], parameters: Mapping[str, tuple[int, ...]]) -> str | None:
+def owner(path: str, shape: tuple[int, ...], parameters: Mapping[str, tuple[int, ...]]) -> str | None:
     """The longest parameter path that ends `path`, if that parameter has this shape."""
     parts = path.split("/")
     for start in range(len(parts)):
@@ -137,11 +160,21 @@ def _check_spec(path: str, shape: tuple[int, ...], mesh: Mesh, spec: P, source: 
             )
 
 
-def _check_tiers(tiers: Mapping[str, str], mesh: Mesh, problems: list[str]) -> None:
+def _check_placement(placement: Placement, paths: Sequence[str], mesh: Mesh, problems: list[str]) -> None:
     device = mesh.local_devices[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
-    for group, tier in tiers.items():
-        if tier not in ("device", "pinned_host"):
-            problems.append(f"placement.{group}: {tier!r} is no tier; there are 'device' and 'pinned_host'")
-        elif tier == "pinned_host" and tier not in kinds:
-            problems.append(f"placement.{group}: this {device.platform} device has no pinned_host memory, only {kinds}")
+    asked = {group: getattr(placement, group) for group in ("params", "master", "opt_state", "grads")}
+    for name, tier in [*asked.items(), *((f"paths, {pattern!r}", tier) for pattern, tier in placement.paths)]:
+        known = ("device", "pinned_host") if name == "grads" else get_args(Tier)
+        if tier not in known:
+            problems.append(f"placement.{name}: {tier!r} is no tier; there are {', '.join(known)}")
+        elif tier != "device" and "pinned_host" not in kinds:
+            problems.append(f"placement.{name}: this {device.platform} device has no pinned_host memory, only {kinds}")
+        elif tier == "nvme" and not placement.nvme_dirs:
+            problems.append(f"placement.{name}: the tier nvme needs placement.nvme_dirs, a directory on a local disk")
+    for pattern, _ in placement.paths:
+        found = [path for path in paths if re.search(pattern, path)]
+        if not found:
+            problems.append(f"placement.paths: {pattern!r} is found in no path of the state, such as {paths[-1]}")
+        elif odd := [p for p in found if p.partition("/")[0] not in asked]:
+            problems.append(f"placement.paths: {pattern!r} is found in {odd[0]}, and that group stays on the device")
