@@ -15,6 +15,12 @@ class PlanError(JaxckptError):
     """The state cannot be laid out on this mesh or in these memory kinds."""
 
 
+class OffloadError(JaxckptError):
+    """State that lives off the device cannot be read, written or updated."""
+
+    exit_code = 1
+
+
 class DataError(JaxckptError):
     """The data cannot be read, or cannot be resumed exactly."""
 

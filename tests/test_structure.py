@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "jaxckpt"
 # Each floor may import its own and those below it.
 FLOORS = [
     {"errors", "state", "models", "distributed"},
-    {"update", "snapshot", "data", "hf", "observe", "config"},
+    {"update", "nvme", "snapshot", "data", "hf", "observe", "config"},
     {"exactness", "arguments", "program", "beginning", "evaluation", "saving"},
     {"run"},
     {"build"},

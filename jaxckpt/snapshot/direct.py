@@ -29,6 +29,7 @@ CRC_BYTES = 4
 ROW_BYTES = 512  # copying shorter runs costs more than reading too much
 PARTS = 8
 MOST_BYTES = 4 << 20
+LOCAL_CHUNK_BYTES, MOST_LOCAL_CHUNK_BYTES = 256 << 10, 1 << 20  # the least of a chunk on a local disk
 DTYPES = frozenset(
     [
         "bool",
@@ -143,6 +144,14 @@ def chunk_shape(shard: tuple[int, ...], itemsize: int, *, least_bytes: int) -> t
     while nbytes() > max(MOST_BYTES, least_bytes) and (axes := [a for a in range(len(chunk)) if may_cut(a, math.inf)]):
         cut(axes[0])
     return tuple(chunk)
+
+
+def local_chunk_shape(shard: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The shape of a shard's chunks on a local disk."""
+    # Sixteen chunks are enough to choose from; more would only cost time, until they are so large that they hold much that
+    # nobody wants.
+    least = min(max(LOCAL_CHUNK_BYTES, math.prod(shard) * itemsize // 16), MOST_LOCAL_CHUNK_BYTES)
+    return chunk_shape(shard, itemsize, least_bytes=least)
 
 
 def codecs(chunk: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -41,8 +41,7 @@ from jaxckpt.snapshot import direct, direct_arrays, paths
 from jaxckpt.snapshot.direct_file import Counters, Workers
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
-MOST_LOCAL_CHUNK_BYTES = 1 << 20
-LOCAL_CHUNK_BYTES, REMOTE_CHUNK_BYTES = 256 << 10, 4 << 20  # the least of a chunk; a request to a server costs more
+REMOTE_CHUNK_BYTES = 4 << 20  # the least of a chunk where it costs a request to a server
 # What the functions that we stand in for take, and which function calls them by these names.
 SIGNATURES = {
     "async_serialize_from_host": "rslices_on_host tensorstore_spec context primary_host transaction byte_limiter",
@@ -323,11 +322,10 @@ def _set_chunks(spec: dict[str, Any]) -> None:
     array = spec.get("base", spec)  # a cast stands around the array's own spec
     shard = tuple(array["metadata"]["chunk_grid"]["configuration"]["chunk_shape"])
     itemsize = jnp.dtype(array["dtype"]).itemsize
-    # Sixteen chunks are enough to choose from; more would only cost time, until they are so large that they hold much that
-    # nobody wants.
-    local = min(max(LOCAL_CHUNK_BYTES, math.prod(shard) * itemsize // 16), MOST_LOCAL_CHUNK_BYTES)
-    least = local if array["kvstore"]["driver"] == "file" else REMOTE_CHUNK_BYTES
-    chunk = direct.chunk_shape(shard, itemsize, least_bytes=least)
+    if array["kvstore"]["driver"] == "file":
+        chunk = direct.local_chunk_shape(shard, itemsize)
+    else:
+        chunk = direct.chunk_shape(shard, itemsize, least_bytes=REMOTE_CHUNK_BYTES)
     assert array["metadata"]["codecs"][0]["name"] == "sharding_indexed"
     array["metadata"]["codecs"] = direct.codecs(chunk)
 
