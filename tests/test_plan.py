@@ -1,5 +1,7 @@
 """Where each leaf lives is decided once: rules, then the model's annotations, then FSDP, then replicated."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +13,7 @@ from jaxckpt.errors import PlanError
 from jaxckpt.state import tree
 from jaxckpt.state.memory import group_sizes, memory_table
 from jaxckpt.state.mesh import batch_sharding, make_mesh
+from jaxckpt.state.nvme import NvmeStruct, tier_of
 from jaxckpt.state.plan import Placement, make_plan, shardings, unannotated
 from jaxckpt.state.train_state import TrainState, take_apart
 from jaxckpt.update.optimizers import make_optimizer
@@ -140,7 +143,7 @@ def test_placement_moves_whole_groups_but_no_scalar_and_not_the_parameters():
     for path, x in tree.flatten(plan).items():
         off = path.startswith(("opt_state/", "master/")) and x.ndim
         assert x.sharding.memory_kind == ("pinned_host" if off else "device"), path
-    kinds = {(g.group, g.memory_kind) for g in group_sizes(plan)}
+    kinds = {(g.group, g.tier) for g in group_sizes(plan)}
     assert {
         ("master", "pinned_host"),
         ("opt_state", "pinned_host"),
@@ -194,9 +197,45 @@ def test_several_axes_on_one_dimension_multiply():
         make_plan(state_of({"w": (6, 2000)}), MESH, rules=[("w", P(("data", "fsdp")))])
 
 
-def test_an_unknown_tier_is_refused():
-    with pytest.raises(PlanError, match=r"placement.opt_state: 'nvme' is no tier"):
-        make_plan(state_of({"w": BIG}), MESH, placement=Placement(opt_state="nvme"))  # type: ignore[arg-type]
+def test_everything_that_is_wrong_with_a_placement_is_told_at_once():
+    wrong = Placement(
+        params="nvme",
+        master="disk",  # type: ignore[arg-type]
+        grads="nvme",  # type: ignore[arg-type]
+        paths=(("nowhere", "device"), ("model_state", "pinned_host"), ("w$", "tape")),  # type: ignore[arg-type]
+    )
+    state = replace(state_of({"w": BIG}), model_state={"mean": jax.ShapeDtypeStruct(BIG, jnp.float32)})
+    with pytest.raises(PlanError) as refused:
+        make_plan(state, MESH, placement=wrong)
+    for line in (
+        "placement.params: the tier nvme needs placement.nvme_dirs",
+        "placement.master: 'disk' is no tier; there are device, pinned_host, nvme",
+        "placement.grads: 'nvme' is no tier; there are device, pinned_host",
+        "placement.paths: 'nowhere' is found in no path of the state",
+        "placement.paths: 'model_state' is found in model_state/mean, and that group stays on the device",
+        "'tape' is no tier",
+    ):
+        assert line in str(refused.value)
+
+
+def test_a_leaf_takes_the_tier_of_its_path_before_that_of_its_group():
+    placement = Placement(opt_state="pinned_host", paths=(("/nu/", "nvme"), ("inner", "device")), nvme_dirs=("/d",))
+    plan, _ = plan_of(lambda rngs: Mlp(rngs, width=2**14), optax.adam(1e-3), placement=placement)
+    plan = tree.flatten(plan)
+    found = {path: tier_of(x) for path, x in plan.items() if path.startswith("opt_state")}
+    assert found == {
+        "opt_state/0/count": "device",
+        "opt_state/0/mu/inner/bias": "device",
+        "opt_state/0/mu/inner/kernel": "device",
+        "opt_state/0/mu/outer/bias": "pinned_host",
+        "opt_state/0/mu/outer/kernel": "pinned_host",
+        "opt_state/0/nu/inner/bias": "pinned_host",  # small: no file of its own
+        "opt_state/0/nu/inner/kernel": "nvme",
+        "opt_state/0/nu/outer/bias": "pinned_host",
+        "opt_state/0/nu/outer/kernel": "pinned_host",
+    }
+    assert isinstance(plan["opt_state/0/nu/inner/kernel"], NvmeStruct)
+    assert plan["opt_state/0/nu/inner/kernel"].sharding.spec == plan["params/inner/kernel"].sharding.spec
 
 
 @pytest.mark.parametrize("key", ["a.b", "a/b"])

@@ -9,12 +9,13 @@ import jax
 from rich.table import Table
 
 from jaxckpt.state import tree
+from jaxckpt.state.nvme import tier_of
 
 
 @dataclass(frozen=True)
 class GroupSize:
     group: str
-    memory_kind: str
+    tier: str
     leaves: int
     total_bytes: int
     """over the whole mesh, each element counted once"""
@@ -22,10 +23,10 @@ class GroupSize:
 
 
 def group_sizes(plan: Any) -> list[GroupSize]:
-    """One entry a (group of state, memory kind), in the state's order."""
+    """One entry a (group of state, tier), in the state's order."""
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for path, x in tree.flatten(plan).items():
-        entry = sums[path.split("/")[0], x.sharding.memory_kind]
+        entry = sums[path.split("/")[0], tier_of(x)]
         entry[0] += 1
         entry[1] += leaf_bytes(x.shape, x.dtype)
         entry[2] += leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype)
@@ -40,11 +41,11 @@ def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def memory_table(plan: Any) -> Table:
-    table = Table("state", "memory", "leaves", "total", "per device", title="Where the training state lives")
+    table = Table("state", "tier", "leaves", "total", "per device", title="Where the training state lives")
     for size in group_sizes(plan):
         table.add_row(
             size.group,
-            size.memory_kind,
+            size.tier,
             str(size.leaves),
             mebibytes(size.total_bytes),
             mebibytes(size.bytes_per_device),
