@@ -13,10 +13,10 @@ FLOORS = [
     {"update", "nvme", "snapshot", "data", "hf", "observe", "config"},
     {"exactness", "arguments", "program", "beginning", "evaluation", "saving"},
     {"run"},
-    {"build"},
+    {"build", "planning"},
     {"train", "cli", "__main__", "__init__"},
 ]
-CONFIG_READERS = {"build", "train", "cli", "config"}
+CONFIG_READERS = {"build", "planning", "train", "cli", "config"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,0 +1,148 @@
+"""The plan before the run: what is read from XLA's schedule, what is chosen under a budget, what is told."""
+
+import pytest
+
+from jaxckpt.errors import PlanError
+from jaxckpt.planning import gpu, hlo
+from jaxckpt.planning.targets import GIB, TARGETS, describe_for_xla, target_named
+
+# What jaxlib 0.12.0.1 made of small programs for an H200, without its metadata.
+OVERLAPPING = """HloModule jit_f, is_scheduled=true
+
+%fused_multiply (param_0: f32[1024,1024]) -> f32[1024,1024] {
+  %param_0 = f32[1024,1024]{1,0} parameter(0)
+  %constant_6_1 = f32[] constant(2)
+  %mul.2.1 = f32[1024,1024]{1,0} broadcast(%constant_6_1), dimensions={}
+  ROOT %mul.3.1 = f32[1024,1024]{1,0} multiply(%param_0, %mul.2.1)
+}
+
+ENTRY %main.2 (x.1: f32[1024,1024], h.1: f32[1024,1024], h.2: f32[1024,512]) -> (f32[1024,1024], f32[1024,1024]) {
+  %h.1 = f32[1024,1024]{1,0:S(5)} parameter(1)
+  %h.2 = f32[1024,512]{1,0:S(5)} parameter(2)
+  %copy-start.2 = (f32[1024,1024]{1,0}, f32[1024,1024]{1,0:S(5)}, u32[]) copy-start(%h.1)
+  %copy-done.2 = f32[1024,1024]{1,0} copy-done(%copy-start.2)
+  %copy-start.3 = (f32[1024,512]{1,0}, f32[1024,512]{1,0:S(5)}, u32[]) copy-start(%h.2)
+  %loop_multiply_fusion = f32[1024,1024]{1,0} fusion(%copy-done.2), kind=kLoop, calls=%fused_multiply
+  %copy-done.3 = f32[1024,512]{1,0} copy-done(%copy-start.3)
+  %copy-start.1.0 = (f32[1024,1024]{1,0:S(5)}, f32[1024,1024]{1,0}, u32[]) copy-start(%loop_multiply_fusion)
+  %copy-start.4 = (f32[1024,512]{1,0}, f32[1024,512]{1,0:S(5)}, u32[]) copy-start(%h.2)
+  %copy-done.4 = f32[1024,512]{1,0} copy-done(%copy-start.4)
+  %copy-done.1.0 = f32[1024,1024]{1,0:S(5)} copy-done(%copy-start.1.0)
+  ROOT %tuple = (f32[1024,1024]{1,0}, f32[1024,1024]{1,0:S(5)}) tuple(%loop_multiply_fusion, %copy-done.1.0)
+}
+"""
+HOST_COMPUTE = """HloModule jit_f, is_scheduled=true
+
+%wrapped_slice_computation (param_0.1: f32[8,1024]) -> f32[1,1024] {
+  %param_0.1 = f32[8,1024]{1,0:S(5)} parameter(0)
+  ROOT %slice.2 = f32[1,1024]{1,0:S(5)} slice(%param_0.1), slice={[3:4], [0:1024]}, frontend_attributes={_xla_compute_type="host"}
+}
+
+ENTRY %main.2 (h2.1: f32[8,1024]) -> f32[1,1024] {
+  %h2.1 = f32[8,1024]{1,0:S(5)} parameter(0)
+  ROOT %wrapped_slice = f32[1,1024]{1,0:S(5)} fusion(%h2.1), kind=kLoop, calls=%wrapped_slice_computation, frontend_attributes={_xla_compute_type="host"}
+}
+"""
+IN_A_LOOP = """HloModule jit_g, is_scheduled=true
+
+%region_0.2 (arg_tuple.1: (s32[], f32[1024,1024], f32[8,1024,1024])) -> (s32[], f32[1024,1024], f32[8,1024,1024]) {
+  %constant_0_0 = s32[] constant(0)
+  %arg_tuple.1 = (s32[], f32[1024,1024]{1,0}, f32[8,1024,1024]{2,1,0:S(5)}) parameter(0)
+  %get-tuple-element.6 = s32[] get-tuple-element(%arg_tuple.1), index=0
+  %get-tuple-element.15 = f32[8,1024,1024]{2,1,0:S(5)} get-tuple-element(%arg_tuple.1), index=2
+  %dynamic-slice-start.1 = ((f32[8,1024,1024]{2,1,0:S(5)}, s32[], s32[], s32[]), f32[1,1024,1024]{2,1,0}, u32[]) fusion-start(%get-tuple-element.15, %get-tuple-element.6, %constant_0_0, %constant_0_0), kind=kLoop, calls=%wrapped_dynamic-slice_computation
+  %get-tuple-element.7 = f32[1024,1024]{1,0} get-tuple-element(%arg_tuple.1), index=1
+  %loop_add_fusion = s32[] fusion(%get-tuple-element.6), kind=kLoop, calls=%fused_add
+  %dynamic-slice-done.1 = f32[1,1024,1024]{2,1,0} fusion-done(%dynamic-slice-start.1)
+  %bitcast.1 = f32[1024,1024]{1,0} bitcast(%dynamic-slice-done.1)
+  %gemm_fusion_dot_general.1 = f32[1024,1024]{1,0} fusion(%get-tuple-element.7, %bitcast.1), kind=kCustom, calls=%gemm
+  ROOT %tuple.4 = (s32[], f32[1024,1024]{1,0}, f32[8,1024,1024]{2,1,0:S(5)}) tuple(%loop_add_fusion, %gemm_fusion_dot_general.1, %get-tuple-element.15)
+}
+
+%region_1.3 (arg_tuple.3: (s32[], f32[1024,1024], f32[8,1024,1024])) -> pred[] {
+  %arg_tuple.3 = (s32[], f32[1024,1024]{1,0}, f32[8,1024,1024]{2,1,0:S(5)}) parameter(0)
+  %get-tuple-element.9.0 = s32[] get-tuple-element(%arg_tuple.3), index=0
+  ROOT %loop_compare_fusion = pred[] fusion(%get-tuple-element.9.0), kind=kLoop, calls=%fused_compare
+}
+
+ENTRY %main.4 (x.1: f32[1024,1024], h.1: f32[8,1024,1024]) -> f32[1024,1024] {
+  %constant_7_0 = s32[] constant(0)
+  %h.1 = f32[8,1024,1024]{2,1,0:S(5)} parameter(1)
+  %x.1 = f32[1024,1024]{1,0} parameter(0)
+  %tuple = (s32[], f32[1024,1024]{1,0}, f32[8,1024,1024]{2,1,0:S(5)}) tuple(%constant_7_0, %x.1, %h.1)
+  %while.5 = (s32[], f32[1024,1024]{1,0}, f32[8,1024,1024]{2,1,0:S(5)}) while(%tuple), condition=%region_1.3, body=%region_0.2, backend_config={"known_trip_count":{"n":"8"}}
+  ROOT %while.7.0 = f32[1024,1024]{1,0} get-tuple-element(%while.5), index=1
+}
+"""
+MIB = 1 << 20
+
+
+def test_copies_are_counted_by_direction_with_what_runs_beside_them():
+    use = hlo.host_use(OVERLAPPING)
+    assert use.total("h2d") == (3, 4 * MIB + 2 * MIB + 2 * MIB)
+    assert use.total("d2h") == (1, 4 * MIB)
+    beside = {c.name: (c.beside_compute, c.is_overlapped) for c in use.copies}
+    assert beside == {
+        "copy-start.2": (False, False),  # the device waits for it
+        "copy-start.3": (True, True),  # beside the multiplication
+        "copy-start.1.0": (False, True),  # beside the fetch of copy-start.4, and so its other way round
+        "copy-start.4": (False, False),
+    }
+    assert use.exposed_bytes() == 4 * MIB + 4 * MIB + 2 * MIB
+    assert use.host_compute == () and use.host_collectives == ()
+
+
+def test_a_copy_in_a_loop_counts_as_often_as_the_loop_runs_and_a_counter_hides_nothing():
+    use = hlo.host_use(IN_A_LOOP)
+    assert use.total("h2d") == (8, 8 * 4 * MIB) and use.total("d2h") == (0, 0)
+    assert not use.copies[0].beside_compute
+
+
+def test_computing_on_the_host_is_found():
+    assert hlo.host_use(HOST_COMPUTE).host_compute == ("wrapped_slice (fusion)",)
+    call = OVERLAPPING.replace(
+        "fusion(%copy-done.2), kind=kLoop", 'custom-call(%copy-done.2), custom_call_target="HostExecute"'
+    )
+    assert hlo.host_use(call).host_compute == ("loop_multiply_fusion (custom-call)",)
+
+
+def test_a_collective_on_host_memory_is_found():
+    gathered = HOST_COMPUTE.replace("fusion(%h2.1)", "all-gather(%h2.1)").replace('_xla_compute_type="host"', "")
+    assert hlo.host_use(gathered).host_collectives == ("wrapped_slice (all-gather)",)
+
+
+@pytest.mark.parametrize(
+    ("shape", "nbytes"),
+    [
+        ("f32[8,3]{1,0}", 96),
+        ("(bf16[8]{0}, pred[3]{0}, u32[])", 23),
+        ("f8e4m3fn[16]{0}", 16),
+        ("s4[3]{0:E(4)}", 2),
+        ("f32[]", 4),
+    ],
+)
+def test_bytes_of_shapes(shape, nbytes):
+    assert hlo.shape_bytes(shape) == nbytes
+
+
+def test_a_target_is_described_with_the_memory_that_is_asked_for():
+    assert f"device_memory_size: {24 * GIB}" in describe_for_xla(TARGETS["l4"])
+    assert f"device_memory_size: {5 * GIB}" in describe_for_xla(TARGETS["l4"], memory_bytes=5 * GIB)
+    with pytest.raises(PlanError, match="no such target; there are h200, a100-80, a100-40, rtx4090, l4 and cpu"):
+        target_named("h20")
+
+
+def test_jax_takes_a_share_of_the_memory():
+    l4 = TARGETS["l4"]
+    assert l4.usable_bytes({}) == 18 * GIB
+    assert l4.usable_bytes({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}) == 12 * GIB
+    assert l4.usable_bytes({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}) == 24 * GIB
+    with pytest.raises(PlanError, match=r"XLA_PYTHON_CLIENT_MEM_FRACTION: 'half'"):
+        l4.usable_bytes({"XLA_PYTHON_CLIENT_MEM_FRACTION": "half"})
+
+
+def test_without_the_compiler_the_pip_command_is_named():
+    if not gpu.is_available():
+        with pytest.raises(PlanError, match=r"pip install --no-deps jax-cuda13-plugin==[\d.]+ jax-cuda13-pjrt==[\d.]+"):
+            gpu._devices(describe_for_xla(TARGETS["l4"]), 1)
+    assert gpu.install_command().startswith("pip install --no-deps jax-cuda13-plugin==")
