@@ -87,10 +87,10 @@ def layout_of(struct: NvmeStruct) -> Layout:
     return Layout(struct.shape, shard, local_chunk_shape(shard, dtype.itemsize), dtype)
 
 
-def holders(struct: NvmeStruct) -> dict[Place, list[jax.Device]]:
+def holders(struct: NvmeStruct) -> dict[Place, list[Any]]:
     """The devices of all processes that hold each distinct shard, in the order of the mesh."""
     shard = struct.sharding.shard_shape(struct.shape)
-    found: dict[Place, list[jax.Device]] = {}
+    found: dict[Place, list[Any]] = {}
     for device, index in struct.sharding.devices_indices_map(struct.shape).items():
         starts = [s.indices(n)[0] for s, n in zip(index, struct.shape, strict=True)]
         place = tuple(start // n for start, n in zip(starts, shard, strict=True))

@@ -87,6 +87,14 @@ class Layout:
         return itertools.product(*[range(b.start // s, -(-b.stop // s)) for b, s in zip(box, self.shard, strict=True)])
 
 
+class DamagedFile(DamagedSnapshot):
+    """A shard's file that holds anything but what was written; `found` says where and what, without a way out."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(f"{found} Restore from another step; this one cannot be mended.")
+        self.found = found
+
+
 def layout_of(metadata: dict[str, Any]) -> Layout | None:
     """The layout that an array's zarr.json describes, or None where only tensorstore can read it."""
     try:
@@ -166,11 +174,15 @@ def codecs(chunk: tuple[int, ...]) -> list[dict[str, Any]]:
     return [{"name": "sharding_indexed", "configuration": configuration}]
 
 
-def write_shard(path: str, array: np.ndarray, layout: Layout, counters: Counters) -> None:
-    """Writes one shard's file, which `sync` makes last. Raises OSError, with the path, where it cannot be."""
+def write_shard(path: str, array: np.ndarray, layout: Layout, counters: Counters, *, is_in_place: bool = False) -> None:
+    """Writes one shard's file, which `sync` makes last. Raises OSError, with the path, where it cannot be.
+
+    `is_in_place`: the file is there, and its blocks are written over.
+    """
     source = _as_bytes(array)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with File(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+    if not is_in_place:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    with File(path, os.O_WRONLY | (0 if is_in_place else os.O_CREAT | os.O_TRUNC)) as file:
         out, index = Sink(file), []
         for place in itertools.product(*map(range, layout.chunks_per_axis)):
             start, crc = out.offset, 0
@@ -307,8 +319,5 @@ def _as_bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
 
 
-def _damaged(path: str, start: int, stop: int, what: str) -> DamagedSnapshot:
-    return DamagedSnapshot(
-        f"{path}: bytes {start} to {stop} are not what was saved: {what}. Restore from another step; this one cannot be "
-        "mended."
-    )
+def _damaged(path: str, start: int, stop: int, what: str) -> DamagedFile:
+    return DamagedFile(f"{path}: bytes {start} to {stop} are not what was saved: {what}.")

@@ -1,0 +1,320 @@
+"""Streams the leaves on disk through one update: reads the buckets ahead, writes those behind, a few in memory at a time."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxckpt.errors import OffloadError
+from jaxckpt.nvme.array import NvmeArray, Place
+from jaxckpt.nvme.rooms import shards, view
+from jaxckpt.nvme.store import WAY_OUT, NvmeStore, told
+from jaxckpt.snapshot.direct import read_shard, write_shard
+from jaxckpt.state.nvme import NvmeStruct
+
+Leaves = dict[str, jax.Array]
+Marks = Mapping[str, tuple[jax.Array, jax.Array]]
+"""of each new leaf its fingerprint, uint32[2], and whether it is finite, bool[]"""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one step moved between the disks and this process."""
+
+    bytes_read: int
+    bytes_written: int
+    busy_s: float
+    """seconds in which at least one read or write was under way"""
+    exposed_s: float
+    """seconds that the step stood still for a read or a write"""
+
+    @property
+    def hidden_s(self) -> float:
+        return max(0.0, self.busy_s - self.exposed_s)
+
+    @property
+    def bytes_per_s(self) -> float:
+        return (self.bytes_read + self.bytes_written) / self.busy_s if self.busy_s else 0.0
+
+
+class Pipeline:
+    """The order in which the leaves of a store are updated, and what of them stays in memory."""
+
+    def __init__(
+        self,
+        store: NvmeStore,
+        buckets: Sequence[Sequence[str]],
+        *,
+        slots: int = 4,
+        cache_bytes: int = 0,
+        threads: int = 4,
+        wait_s: float = 600.0,
+    ) -> None:
+        """`buckets`: the paths of the leaves that are updated together; each leaf of the store is in exactly one.
+
+        `slots` buckets at most are in memory at a time, from the beginning of their read to the end of their write. As
+        many buckets as fit in `cache_bytes` are kept besides and never read; they are written all the same, so that the
+        files are whole after each step. A step ends with an error when it has waited `wait_s` seconds for one bucket.
+        """
+        assert sorted(p for bucket in buckets for p in bucket) == sorted(store.paths), "each leaf is in one bucket"
+        self.store, self.buckets = store, [tuple(bucket) for bucket in buckets]
+        self.slots, self.wait_s = slots, wait_s
+        sizes = [sum(self._room_bytes(path) for path in bucket) for bucket in self.buckets]
+        self.cached: set[int] = set()
+        """the numbers of the buckets that stay in memory: the first ones, for which a step would have to wait"""
+        for i, nbytes in enumerate(sizes):
+            if nbytes and nbytes <= cache_bytes:
+                self.cached.add(i)
+                cache_bytes -= nbytes
+        store.rooms.most_bytes = slots * max([n for i, n in enumerate(sizes) if i not in self.cached], default=0)
+        self.kept: dict[str, tuple[int, jax.Array]] = {}
+        """of each leaf in a cached bucket its generation and what it holds"""
+        self.readers = ThreadPoolExecutor(threads, thread_name_prefix="jaxckpt-nvme-read")
+        self.writers = ThreadPoolExecutor(threads, thread_name_prefix="jaxckpt-nvme-write")
+        self.clock = ThreadPoolExecutor(1, thread_name_prefix="jaxckpt-nvme-clock")
+
+    def step(self) -> "Flow":
+        """Begins to read. To be used as a context manager; only one at a time."""
+        return Flow(self)
+
+    def close(self) -> None:
+        self.kept.clear()
+        for pool in (self.readers, self.clock, self.writers):
+            pool.shutdown(wait=False, cancel_futures=True)  # a thread that a dead disk holds must not hold up the end
+
+    def _room_bytes(self, path: str) -> int:
+        leaf = self.store.struct(path)
+        shard = int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        return shard * sum(map(len, self.store.devices(path).values()))
+
+
+class Flow:
+    """One step: `take` and `put` every bucket in its order, then `finish`."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, self._store = pipeline, pipeline.store
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._next, self._free = 0, pipeline.slots  # the bucket to read next, and the slots to read it into
+        n = len(pipeline.buckets)
+        self._unread: list[int | None] = [None] * n  # shards that are still to come; None: not begun
+        self._unwritten: list[int | None] = [None] * n
+        self._parts: list[dict[str, list[jax.Array]]] = [{} for _ in range(n)]
+        self._marks: dict[str, tuple[jax.Array, jax.Array]] = {}
+        self._active: dict[str, float] = {}  # {file that is read or written: since when}
+        self._busy_s, self._busy_since, self._exposed_s = 0.0, 0.0, 0.0
+        self._computing, self._computed = 0, 0.0  # what the device was given and has not done; when it had done all
+        counters = self._store.counters
+        self._before = (counters.bytes_read, counters.bytes_written)
+
+    def __enter__(self) -> "Flow":
+        with self._changed:
+            self._read_ahead()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            with self._changed:
+                self._error = self._error or error  # what is queued does nothing any more
+            self._settle()
+
+    def follow(self, arrays: Any) -> None:
+        """Says that the first bucket is not wanted before these arrays are computed."""
+        with self._changed:
+            self._computing += 1
+        self._pipeline.clock.submit(self._tell_time, arrays)
+
+    def take(self, i: int) -> Leaves:
+        """The leaves of bucket `i` in pinned host memory, to be donated; waits until they are read."""
+        self._wait(lambda: self._unread[i] == 0, f"read bucket {i}")
+        taken = {}
+        for path in self._pipeline.buckets[i]:
+            kept = self._pipeline.kept.pop(path, None)
+            if path in self._parts[i]:
+                leaf = self._store.struct(path)
+                sharding = leaf.sharding.with_memory_kind("pinned_host")
+                parts = self._parts[i][path]
+                taken[path] = jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts, dtype=leaf.dtype)
+            else:
+                assert kept is not None
+                taken[path] = kept[1]
+        self._parts[i] = {}
+        return taken
+
+    def put(self, i: int, leaves: Leaves, marks: Marks) -> None:
+        """Begins to write the new leaves of bucket `i`, once they are computed. Nobody else may keep or donate them."""
+        self._marks.update(marks)
+        jobs = [(path, place) for path in self._pipeline.buckets[i] for place in self._store.devices(path)]
+        with self._changed:
+            self._unwritten[i] = len(jobs)
+            self._computing += bool(jobs)
+            if not jobs:
+                self._release(i, leaves)
+        if jobs:
+            self._pipeline.clock.submit(self._write_when_computed, i, leaves, jobs)
+
+    def finish(self) -> tuple[dict[str, NvmeArray], Moved]:
+        """Waits until all is written and makes it the current generation: {path: leaf}, and what was moved."""
+        self._wait(lambda: all(n == 0 for n in self._unwritten), "write the last buckets")
+        counters = self._store.counters
+        moved = Moved(
+            counters.bytes_read - self._before[0],
+            counters.bytes_written - self._before[1],
+            self._busy_s,
+            self._exposed_s,
+        )
+        arrays = self._store.commit(self._marks)
+        for path, (_, array) in list(self._pipeline.kept.items()):
+            self._pipeline.kept[path] = (arrays[path].generation, array)
+        return arrays, moved
+
+    # ------------------------------------------------------------------------------------------ in any thread
+
+    def _read_ahead(self) -> None:
+        """Begins to read as many buckets as there are slots for. With the lock held."""
+        pipeline = self._pipeline
+        while self._next < len(pipeline.buckets) and self._error is None:
+            i = self._next
+            current = {path: self._store.current(path) for path in pipeline.buckets[i]}
+            needed = {p: x for p, x in current.items() if pipeline.kept.get(p, (-1,))[0] != x.generation}
+            if pipeline.buckets[i] and i not in pipeline.cached:
+                if not self._free:
+                    return
+                self._free -= 1
+            self._next += 1
+            jobs = [(leaf, place) for leaf in needed.values() for place in self._store.devices(leaf.path)]
+            self._parts[i] = {path: [] for path in needed}
+            self._unread[i] = len(jobs)
+            for leaf, place in jobs:
+                pipeline.readers.submit(self._read, i, leaf, place)
+
+    def _read(self, i: int, leaf: NvmeArray, place: Place) -> None:
+        """Reads one shard into memory of its own for each device that holds it."""
+
+        def read() -> None:
+            layout, devices = leaf.layout, self._store.devices(leaf.path)[place]
+            rooms = [self._store.rooms.take(layout.shard, layout.dtype, d) for d in devices]
+            first = view(rooms[0])
+            read_shard(leaf.files[place], layout, place, [(leaf.box(place), first)], self._store.counters)
+            for other in rooms[1:]:
+                np.copyto(view(other), first)
+            with self._changed:
+                self._parts[i][leaf.path] += rooms
+                left = self._unread[i]
+                assert left is not None
+                self._unread[i] = left - 1
+
+        self._do(read, leaf.files[place], "reading")
+
+    def _tell_time(self, arrays: Any) -> bool:
+        """Waits until the arrays are computed, and notes when that was; whether they could be."""
+        try:
+            jax.block_until_ready(arrays)
+        except Exception as e:
+            self._fail(e)
+            return False
+        with self._changed:
+            self._computing -= 1
+            self._computed = time.perf_counter()
+        return True
+
+    def _write_when_computed(self, i: int, leaves: Leaves, jobs: list[tuple[str, Place]]) -> None:
+        if self._tell_time(leaves):
+            for path, place in jobs:
+                self._pipeline.writers.submit(self._write, i, leaves, path, place)
+
+    def _write(self, i: int, leaves: Leaves, path: str, place: Place) -> None:
+        """Writes one shard of a new leaf."""
+        try:
+            array = leaves[path]
+            device = self._store.devices(path)[place][0]
+            (shard,) = [x for x in shards(array) if device in x.devices()]
+            file = self._store.target(path, place)
+        except BaseException as e:
+            self._fail(told(e, path, "writing") if isinstance(e, Exception) else e)
+            return
+        self._do(lambda: self._write_out(i, leaves, path, shard, file), file, "writing")
+
+    def _write_out(self, i: int, leaves: Leaves, path: str, shard: jax.Array, file: str) -> None:
+        write_shard(file, view(shard), self._store.layout(path), self._store.counters, is_in_place=True)
+        with self._changed:
+            left = self._unwritten[i]
+            assert left is not None
+            self._unwritten[i] = left - 1
+            if left == 1:
+                self._release(i, leaves)
+
+    def _release(self, i: int, leaves: Leaves) -> None:
+        """Gives back, or keeps, the memory of a bucket that is written. With the lock held."""
+        pipeline = self._pipeline
+        if i in pipeline.cached:
+            # The generation is that of the files only once the step is finished.
+            pipeline.kept.update({path: (-1, leaf) for path, leaf in leaves.items()})
+        elif leaves:
+            self._store.rooms.give([x for leaf in leaves.values() for x in shards(leaf)])
+            self._free += 1
+        self._read_ahead()
+        self._changed.notify_all()
+
+    def _do(self, move: Callable[[], None], file: str, doing: str) -> None:
+        """One read or write, with its time, unless the step has failed already."""
+        with self._changed:
+            if self._error is not None:
+                return
+            now = time.perf_counter()
+            if not self._active:
+                self._busy_since = now
+            self._active[file] = now
+        try:
+            move()
+        except BaseException as e:
+            self._fail(told(e, file, doing) if isinstance(e, Exception) else e)
+        finally:
+            with self._changed:
+                del self._active[file]
+                if not self._active:
+                    self._busy_s += time.perf_counter() - self._busy_since
+                self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------ in the main thread
+
+    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
+        started = time.perf_counter()
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: self._error is not None or is_done(), self._pipeline.wait_s)
+            # The device stood still only since it had done what it was given.
+            self._exposed_s += self._idle_since(started)
+            if self._error is not None:
+                raise self._error
+            if not in_time:
+                now = time.perf_counter()
+                slow = ", ".join(f"{file} for {now - since:.3g} s" for file, since in sorted(self._active.items()))
+                raise OffloadError(
+                    f"waited {self._pipeline.wait_s} s to {what}; now moving {slow or 'nothing'}. The disk is too slow or "
+                    f"hangs: place less on it, name more directories in nvme_dirs, or raise wait_s. {WAY_OUT}"
+                )
+
+    def _idle_since(self, started: float) -> float:
+        """Seconds since `started` in which the device had nothing to do. With the lock held."""
+        return 0.0 if self._computing else time.perf_counter() - max(started, self._computed)
+
+    def _settle(self) -> None:
+        """Waits until no thread touches memory or files any more; not for a disk that hangs."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._active, min(self._pipeline.wait_s, 10.0))
+
+
+def leaves_of(state: Mapping[str, object]) -> dict[str, NvmeStruct]:
+    """Those of a flat plan or state that live on disk."""
+    return {path: x for path, x in state.items() if isinstance(x, NvmeStruct)}
