@@ -325,6 +325,61 @@ def test_remat_does_not_change_the_gradients():
             assert np.array_equal(grad, expected[path]), (remat, path)
 
 
+def unrolled(model: Llama, **changes: Any) -> Llama:
+    """The same model with its layers in a list."""
+    other = Llama(dataclasses.replace(model.config, scan_layers=False, **changes), rngs=nnx.Rngs(0))
+    weights = flat(nnx.state(model, nnx.Param))
+    for path in param_shapes(other):
+        layer = re.match(r"layers/(\d+)/", path)
+        value = weights[path.replace(layer[0], "layers/")][int(layer[1])] if layer else weights[path]
+        variable = functools.reduce(
+            lambda at, key: at[int(key)] if key.isdigit() else getattr(at, key), path.split("/"), other
+        )
+        variable[...] = value
+    return other
+
+
+def test_layers_in_a_list_begin_and_compute_like_stacked_ones():
+    init = nnx.jit(lambda rngs, config: nnx.state(Llama(config, rngs=rngs), nnx.Param), static_argnums=1)
+    stacked = flat(init(nnx.Rngs(5), config_of()))
+    listed = flat(init(nnx.Rngs(5), config_of(scan_layers=False)))
+    assert {path for path in listed if "/wq" in path} == {f"layers/{i}/attn/wq" for i in range(3)}
+    for path, value in listed.items():
+        layer = re.match(r"layers/(\d+)/", path)
+        expected = stacked[path.replace(layer[0], "layers/")][int(layer[1])] if layer else stacked[path]
+        assert np.array_equal(value, expected), path
+
+    batch, model = {"tokens": tokens_of(2, 9)}, make_model(num_layers=2)
+    value, expected = summed_grads(model, batch)
+    other, grads = summed_grads(unrolled(model), batch)
+    # Not bitwise: XLA fuses across the borders of layers where no loop keeps them apart.
+    np.testing.assert_allclose(other, value, rtol=TOLERANCE)
+    for path, grad in grads.items():
+        layer = re.match(r"layers/(\d+)/", path)
+        want = expected[path.replace(layer[0], "layers/")][int(layer[1])] if layer else expected[path]
+        np.testing.assert_allclose(grad, want, atol=TOLERANCE * float(jnp.abs(want).max()), rtol=0, err_msg=path)
+
+
+def test_offloaded_activations_are_the_ones_that_were_kept():
+    batch = {"tokens": tokens_of(2, 9)}
+    model = make_model(num_layers=2)
+    _, expected = summed_grads(unrolled(model, remat="full"), batch)
+    offloading = unrolled(model, remat="offload")
+    _, grads = summed_grads(offloading, batch)
+    for path, grad in grads.items():
+        scale = float(jnp.abs(expected[path]).max())
+        np.testing.assert_allclose(grad, expected[path], atol=TOLERANCE * scale, rtol=0, err_msg=path)
+    text = str(jax.make_jaxpr(lambda *args: _summed_grads(*args))(*nnx.split(offloading, nnx.Param, ...), batch))
+    # Two arrays a layer leave for pinned host memory and come back.
+    assert text.count("device_put") == 2 * 2 * offloading.config.num_layers
+
+
+def test_the_parts_are_the_whole():
+    model = unrolled(make_model(num_layers=2, dropout=0.2, tie_embeddings=True))
+    _, batch = packed_documents()
+    assert np.array_equal(nnx.jit(llama.LAYERS)(nnx.clone(model), batch), loss(nnx.clone(model), batch))
+
+
 def test_remat_recomputes_the_same_dropout():
     batch = {"tokens": tokens_of(2, 9)}
     _, expected = summed_grads(make_model(dropout=0.3), batch)
@@ -413,6 +468,8 @@ def test_all_problems_of_a_config_are_raised_at_once():
         config_of(d_model=30)
     with pytest.raises(ValueError, match="num_layers is 0"):
         config_of(num_layers=0)
+    with pytest.raises(ValueError, match="scan_layers"):
+        config_of(remat="offload")
     with pytest.raises(ValueError, match="sliding_window is 0"):
         config_of(sliding_window=0)
 
@@ -437,10 +494,13 @@ def rule_of(path: str) -> str | None:
 
 def test_every_rule_matches_a_parameter_and_every_matrix_has_a_rule():
     used = set()
-    for changes in ({"qkv_bias": True, "qk_norm": True}, {"tie_embeddings": True}):
-        for path, shape in param_shapes(make_model(**changes)).items():
+    kinds = ({"qkv_bias": True, "qk_norm": True}, {"qkv_bias": True, "scan_layers": False}, {"tie_embeddings": True})
+    for changes in kinds:
+        model = Llama(config_of(**changes), rngs=nnx.Rngs(0))
+        for path, shape in param_shapes(model).items():
             rule = rule_of(path)
             assert rule is not None or len(shape) < 2, path
+            assert rule is None or len(dict(llama.SHARDING_RULES)[rule]) <= len(shape), (path, rule)
             assert rule_of(f"opt_state/0/mu/{path}") == rule
             used.add(rule)
     assert {pattern for pattern, _ in llama.SHARDING_RULES} <= used

@@ -1,97 +1,33 @@
 """A Llama-family decoder in plain Flax NNX; Llama 2/3, Mistral, Qwen2/2.5 and Qwen3 are configurations of it.
 
 The weights of all layers are stacked on a leading axis and run under one `jax.lax.scan`, so tracing and compiling take
-the same time for 2 layers and for 80. `Layer` is a function of (its weights, x) that can also be called on its own.
+the same time for 2 layers and for 80; or, with `scan_layers=False`, they stand in a list, one array a layer, so that each
+layer can be fetched, updated and offloaded by itself. `Layer` is a function of (its weights, x) that can also be called
+on its own.
 
 Shape letters: b batch, t token, L layers, d model width, n query heads, k key/value heads, h head width,
 f feed-forward width, v vocabulary.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-# The policies of `jax.checkpoint_policies` that take no arguments.
-REMAT_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
-
-# (regex searched in a parameter's path, spec) on the mesh axes "data", "fsdp" and "tensor". Megatron's tensor
-# parallelism (arXiv:1909.08053, section 3): heads and feed-forward width over "tensor", so that attention and MLP each
-# end in one all-reduce; "fsdp" cuts the other large dimension. The layer axis stays whole, because `scan` slices it.
-SHARDING_RULES: tuple[tuple[str, P], ...] = (
-    (r"embed/embedding$", P("tensor", "fsdp")),
-    (r"attn/w[qkv]$", P(None, "fsdp", "tensor")),
-    (r"attn/wo$", P(None, "tensor", "fsdp")),
-    (r"attn/[qkv]_bias$", P(None, "tensor")),
-    (r"mlp/(gate|up)$", P(None, "fsdp", "tensor")),
-    (r"mlp/down$", P(None, "tensor", "fsdp")),
-    (r"norm/scale$", P()),
-    (r"lm_head/kernel$", P("fsdp", "tensor")),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the slow rotary frequencies, with the names of `rope_scaling` in its config.json."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """The shape of a model. Raises ValueError with every problem, a line each.
-
-    `head_dim=None` means d_model // num_heads. `sliding_window=w` lets a token see itself and the w - 1 tokens before.
-    `dropout` acts on what attention and MLP add to the residual stream. `remat` is "none", "full" or one of
-    REMAT_POLICIES, and says what the backward pass keeps of each layer.
-    """
-
-    vocab_size: int
-    num_layers: int
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    d_ff: int
-    head_dim: int | None = None
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    dropout: float = 0.0
-    remat: str = "none"
-
-    def __post_init__(self) -> None:
-        widths = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
-        sizes = {name: getattr(self, name) for name in ("vocab_size", "num_layers", *widths, "sliding_window")}
-        problems = [f"{name} is {n}, expected at least 1" for name, n in sizes.items() if n is not None and n < 1]
-        if not problems:
-            n, k = self.num_heads, self.num_kv_heads
-            if n % k:
-                problems.append(f"num_heads is {n}, expected a multiple of num_kv_heads {k}")
-            if self.head_dim is None and self.d_model % n:
-                problems.append(f"d_model is {self.d_model}, expected a multiple of num_heads {n}, or set head_dim")
-            if self.head_width % 2:
-                problems.append(f"head_dim is {self.head_width}, expected an even number: RoPE turns pairs")
-        if not 0.0 <= self.dropout < 1.0:
-            problems.append(f"dropout is {self.dropout}, expected 0 <= dropout < 1")
-        if self.remat not in ("none", "full", *REMAT_POLICIES):
-            problems.append(f"remat is {self.remat!r}, expected one of {', '.join(('none', 'full', *REMAT_POLICIES))}")
-        if problems:
-            raise ValueError("\n".join(problems))
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim if self.head_dim is not None else self.d_model // self.num_heads
+from jaxckpt.models.layers import Layers
+from jaxckpt.models.llama_config import OFFLOADED as OFFLOADED
+from jaxckpt.models.llama_config import REMAT_POLICIES as REMAT_POLICIES
+from jaxckpt.models.llama_config import SHARDING_RULES as SHARDING_RULES
+from jaxckpt.models.llama_config import LlamaConfig as LlamaConfig
+from jaxckpt.models.llama_config import RopeScaling as RopeScaling
+from jaxckpt.models.llama_config import check_tensor_axis as check_tensor_axis
+from jaxckpt.models.llama_config import flops_per_token as flops_per_token
+from jaxckpt.models.llama_config import num_params as num_params
 
 
 # Standard deviation 0.02 is `initializer_range` of Hugging Face's LlamaConfig; the two projections of a layer that
@@ -138,6 +74,10 @@ def _rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+Context = tuple[tuple[jax.Array, jax.Array], jax.Array | None]
+"""what every layer is given besides x: (cos, sin) of `rope_angles`, and int32 segment ids [b, t] or None"""
+
+
 class Attention(nnx.Module):
     """Causal grouped-query attention [b, t, d] -> [b, t, d]; wq [d, n*h], wk and wv [d, k*h], wo [n*h, d]."""
 
@@ -180,7 +120,7 @@ class Attention(nnx.Module):
             is_causal=True,
             local_window_size=None if c.sliding_window is None else (c.sliding_window - 1, 0),
         )
-        return y.reshape(b, t, -1) @ self.wo[...]
+        return checkpoint_name(y.reshape(b, t, -1), "attn_output") @ self.wo[...]
 
 
 class MLP(nnx.Module):
@@ -209,6 +149,7 @@ class Layer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array | None) -> jax.Array:
+        x = checkpoint_name(x, "layer_input")
         x = x + self.dropout(self.attn(self.attn_norm(x), rope, segment_ids))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -217,7 +158,8 @@ class Llama(nnx.Module):
     """The decoder. Its weights are float32 and may all be cast to another dtype, in which it then computes.
 
     Norms, softmax, RoPE and logits are float32 always. Dropout is active after `train()`, and off after `eval()`. Every
-    variable under `layers` has a leading axis [L], the dropout's keys and counts too.
+    variable under `layers` has a leading axis [L], the dropout's keys and counts too; with `scan_layers=False` there is
+    an nnx.List of L layers instead, and the same `rngs` give the same weights.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -225,7 +167,10 @@ class Llama(nnx.Module):
         normal = jax.nn.initializers.normal(0.02)
         self.embed = nnx.Embed(config.vocab_size, config.d_model, embedding_init=normal, rngs=rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
-        self.layers = nnx.merge(*jax.vmap(lambda key: nnx.split(Layer(config, rngs=nnx.Rngs(key))))(keys))
+        if config.scan_layers:
+            self.layers = nnx.merge(*jax.vmap(lambda key: nnx.split(Layer(config, rngs=nnx.Rngs(key))))(keys))
+        else:
+            self.layers = nnx.List([Layer(config, rngs=nnx.Rngs(key)) for key in keys])
         self.final_norm = RMSNorm(config.d_model, eps=config.norm_eps)
         if not config.tie_embeddings:
             self.lm_head = nnx.Linear(config.d_model, config.vocab_size, use_bias=False, kernel_init=normal, rngs=rngs)
@@ -238,10 +183,21 @@ class Llama(nnx.Module):
         Tokens of different `segment_ids` [b, t] do not see each other. `positions` [b, t] count from 0 in every segment
         unless given. A token outside the vocabulary gives NaN.
         """
+        x, (rope, segment_ids) = self._enter(tokens, positions, segment_ids)
+        return self._logits(self._run_layers(x, rope, segment_ids))
+
+    def _enter(
+        self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, Context]:
+        """x [b, t, d] of the first layer, and what every layer is given besides."""
         # `take` fills with NaN where plain indexing would silently use the last row.
         x = _split_batch(jnp.take(_gathered(self.embed.embedding[...]), tokens, axis=0))
         rope = rope_angles(self.config, _positions(tokens, segment_ids) if positions is None else positions)
-        x = self.final_norm(self._run_layers(x, rope, segment_ids))
+        return x, (rope, segment_ids)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        """Float32 [b, t, v] of the last layer's x [b, t, d]."""
+        x = self.final_norm(x)
         weights, axis = (self.embed.embedding[...], 1) if self.config.tie_embeddings else (self.lm_head.kernel[...], 0)
         # The backward pass multiplies float32 cotangents with bfloat16 weights: a float32 matmul without the algorithm.
         precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if x.dtype == weights.dtype == jnp.bfloat16 else None
@@ -250,23 +206,42 @@ class Llama(nnx.Module):
         )
 
     def _run_layers(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array | None) -> jax.Array:
-        # Not nnx.scan, which would split and merge the module again at each of its boundaries: that costs trace time.
-        graphdef, state = nnx.split(self.layers)
-
-        def body(x, state):
-            layer = nnx.merge(graphdef, state)
-            return _split_batch(layer(x, rope, segment_ids)), nnx.state(layer, nnx.RngCount)
-
-        remat = self.config.remat
-        if remat != "none":
-            policy = None if remat == "full" else getattr(jax.checkpoint_policies, remat)
-            # The loops of scan keep forward and recomputation apart already, a barrier would only stop fusions.
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        x, counts = jax.lax.scan(body, x, state)
         # Only where dropout drew numbers, so that a model in eval mode may be closed over by a user's jit.
-        if self.config.dropout and not self.layers.dropout.deterministic:
-            nnx.update(self.layers, counts)
+        is_drawing = lambda layer: self.config.dropout and not layer.dropout.deterministic
+        if not self.config.scan_layers:
+            for layer in cast(Iterable[Layer], self.layers):
+                x, counts = self._layer_body(layer, (rope, segment_ids))(x, nnx.state(layer))
+                if is_drawing(layer):
+                    nnx.update(layer, counts)
+            return x
+        # Not nnx.scan, which would split and merge the module again at each of its boundaries: that costs trace time.
+        stacked = cast(Layer, self.layers)
+        x, counts = jax.lax.scan(self._layer_body(stacked, (rope, segment_ids)), x, nnx.state(stacked))
+        if is_drawing(stacked):
+            nnx.update(stacked, counts)
         return x
+
+    def _layer_body(self, layer: Layer, context: Context) -> Callable[[jax.Array, Any], tuple[jax.Array, Any]]:
+        """(x, state of a layer like `layer`) -> (x, the dropout's counts), rematerialised as the configuration says."""
+        graphdef = nnx.graphdef(layer)
+
+        def body(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+            layer = nnx.merge(graphdef, state)
+            return _split_batch(layer(x, *context)), nnx.state(layer, nnx.RngCount)
+
+        remat, policies = self.config.remat, jax.checkpoint_policies
+        if remat == "none":
+            return body
+        policy = None if remat in ("full", "offload") else getattr(policies, remat)
+        if remat == "offload":
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=list(OFFLOADED),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        # The loops of scan keep forward and recomputation apart already, a barrier would only stop fusions.
+        return jax.checkpoint(body, policy=policy, prevent_cse=not self.config.scan_layers)
 
 
 def _split_batch(x: jax.Array) -> jax.Array:
@@ -305,53 +280,30 @@ def loss(model: Llama, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.A
     `batch` holds "tokens" int32 [b, t+1], and may hold "segment_ids", "positions" and "loss_mask", each [b, t+1]. Token
     i+1 is the target of input i; it counts where its own loss_mask is not 0 and its segment is that of its input.
     """
-    tokens, segment_ids, positions = batch["tokens"], batch.get("segment_ids"), batch.get("positions")
-    targets = tokens[:, 1:]
+    return _cross_entropy(model(**_inputs(batch)), batch)
+
+
+def _inputs(batch: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The arguments of `Llama.__call__`, [b, t] each: the last token is only a target."""
+    optional = {name: batch.get(name) for name in ("positions", "segment_ids")}
+    return {name: None if x is None else x[:, :-1] for name, x in {"tokens": batch["tokens"], **optional}.items()}
+
+
+def _cross_entropy(logits: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    targets, segment_ids = batch["tokens"][:, 1:], batch.get("segment_ids")
     is_target = jnp.ones(targets.shape, bool)
     if segment_ids is not None:
         is_target &= segment_ids[:, 1:] == segment_ids[:, :-1]
     if (loss_mask := batch.get("loss_mask")) is not None:
         is_target &= loss_mask[:, 1:] != 0
-    logits = model(
-        tokens[:, :-1],
-        positions=None if positions is None else positions[:, :-1],
-        segment_ids=None if segment_ids is None else segment_ids[:, :-1],
-    )
     target_logits = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
     entropy = jax.nn.logsumexp(logits, axis=-1) - target_logits
     return jnp.sum(jnp.where(is_target, entropy, 0.0)), jnp.sum(is_target, dtype=jnp.int32)
 
 
-def _matmul_params(config: LlamaConfig) -> int:
-    """Weights that multiply every token: all matrices of the layers, and the output head."""
-    d, h = config.d_model, config.head_width
-    attn = 2 * d * config.num_heads * h + 2 * d * config.num_kv_heads * h
-    return config.num_layers * (attn + 3 * d * config.d_ff) + d * config.vocab_size
-
-
-def num_params(config: LlamaConfig) -> int:
-    d, h = config.d_model, config.head_width
-    layer_vectors = 2 * d + config.qkv_bias * (config.num_heads + 2 * config.num_kv_heads) * h + config.qk_norm * 2 * h
-    embedding = 0 if config.tie_embeddings else d * config.vocab_size
-    return _matmul_params(config) + embedding + config.num_layers * layer_vectors + d
-
-
-def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
-    """Model FLOPs of forward and backward a token, 6 N + 12 L n h s: PaLM (arXiv:2204.02311), appendix B.
-
-    N counts the matrices with the output head and without the embedding's lookup. As in PaLM causality is not deducted,
-    so s = seq_len; with a sliding window s = min(seq_len, window). Recomputation by `remat` is not counted.
-    """
-    seen = seq_len if config.sliding_window is None else min(seq_len, config.sliding_window)
-    return 6.0 * _matmul_params(config) + 12.0 * config.num_layers * config.num_heads * config.head_width * seen
-
-
-def check_tensor_axis(config: LlamaConfig, tensor: int) -> list[str]:
-    """A line for each size that a "tensor" mesh axis of this length does not divide; empty when SHARDING_RULES fit."""
-    if tensor < 1:
-        return [f"the tensor axis is {tensor}, expected at least 1"]
-    return [
-        f"{name} is {size}, which a tensor axis of {tensor} does not divide"
-        for name in ("num_heads", "num_kv_heads", "d_ff", "vocab_size")
-        if (size := getattr(config, name)) % tensor
-    ]
+LAYERS = Layers(
+    embed=lambda model, batch: model._enter(**_inputs(batch)),
+    layer=lambda layer, x, context: _split_batch(layer(x, *context)),
+    head=lambda model, x, batch: _cross_entropy(model._logits(x), batch),
+)
+"""A Llama with `scan_layers=False` in parts; as a loss it is `loss` without rematerialisation."""

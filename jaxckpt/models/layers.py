@@ -1,0 +1,41 @@
+"""A model as a list of layers: what is needed to run them one by one, each with its weights fetched for the moment."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import jax
+
+X = Any
+"""what flows from layer to layer: a pytree of floating-point arrays, of any shapes; its gradient flows back"""
+Context = Any
+"""what every layer gets and no gradient flows into (position angles, segment ids): a pytree that may hold None"""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The parts of a Flax NNX model whose layers stand in an nnx.List, as plain functions. It is a loss, too.
+
+    Parameters placed off the device are fetched a layer at a time, forward and again backward, which needs the model in
+    parts. `embed` and `head` see the model without its layers (asking for one is an error); a weight that both use, such
+    as a tied embedding, gets the sum of both gradients. A layer sees itself, `x` and the context alone: it may draw from
+    its own random streams, and hold no state but these and its weights. `head` returns what a loss returns, (sum over
+    targets, number of targets).
+    """
+
+    embed: Callable[[Any, Any], tuple[X, Context]]
+    """(model, batch) -> x of the first layer, context"""
+    layer: Callable[[Any, X, Context], X]
+    """(one layer, x, context) -> x of the next"""
+    head: Callable[[Any, X, Any], tuple[jax.Array, jax.Array]]
+    """(model, x of the last layer, batch) -> (sum of losses, number of targets)"""
+    path: str = "layers"
+    """where the nnx.List of layers lies in the model, '/' between attributes"""
+
+    def __call__(self, model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """The loss of the whole model: the parts one after the other, for training on the device and for evaluation."""
+        x, context = self.embed(model, batch)
+        for layer in reduce(getattr, self.path.split("/"), model):
+            x = self.layer(layer, x, context)
+        return self.head(model, x, batch)
