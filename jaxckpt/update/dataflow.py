@@ -1,0 +1,203 @@
+"""A jaxpr as operations on numbered values, of which any part can be run: calls are opened, conditionals keep branches."""
+
+import heapq
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+# These only group operations; what they say of differentiation is of no use after it.
+CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Constant:
+    value: Any
+    dtype: Any
+
+
+Operand = int | Constant
+"""the number of a value, or a constant"""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Branch:
+    """One way of a conditional; it uses the values outside by their own numbers."""
+
+    operations: tuple["Operation", ...]
+    results: tuple[Operand, ...]
+    first: int
+    """the number of its first operation, also counting those of conditionals inside"""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operation:
+    number: int
+    """in an order in which everything can be computed; those of a branch come just before their conditional"""
+    equation: Any
+    operands: tuple[Operand, ...]
+    """of a conditional the index of the branch alone"""
+    results: tuple[int, ...]
+    branches: tuple[Branch, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """An operation of a part that is run; of a conditional only the results `wanted`, with what each branch runs."""
+
+    operation: Operation
+    wanted: tuple[int, ...] = ()
+    branches: tuple[tuple["Step", ...], ...] = ()
+
+
+class Program:
+    """What a jaxpr computes. Values 0 to n-1 are its n arguments."""
+
+    def __init__(self, closed: Any):
+        self.avals: list[Any] = []
+        self.origin: dict[int, Operation] = {}
+        self._count = itertools.count()
+        arguments = tuple(self._new(v) for v in closed.jaxpr.invars)
+        self.n_inputs = len(arguments)
+        operations, self.outputs = self._read(closed, arguments)
+        self.operations = tuple(operations)
+
+    def part(self, targets: Iterable[Operand], available: frozenset[int]) -> tuple[tuple[Step, ...], frozenset[int]]:
+        """(the steps that compute `targets` from arguments and `available` values, the values that they start from)."""
+        wanted = {x for x in targets if isinstance(x, int)}
+        steps, free = self._part(wanted, available, wanted, first=0, last=None)
+        return steps, frozenset(free)
+
+    def _part(
+        self, targets: set[int], available: frozenset[int], outside: set[int], *, first: int, last: int | None
+    ) -> tuple[tuple[Step, ...], set[int]]:
+        """Of the operations numbered from `first` to below `last`: all that is not made there is free."""
+        free: set[int] = set()
+        queue: list[tuple[int, Operation]] = []
+        wanted: dict[int, set[int]] = {}
+        steps: list[Step] = []
+
+        def want(values: Iterable[Operand]) -> None:
+            for value in values:
+                if isinstance(value, Constant):
+                    continue
+                operation = self.origin.get(value)
+                if operation is None or value in available:
+                    free.add(value)
+                elif operation.number < first or (last is not None and operation.number >= last):
+                    free.add(value)
+                else:
+                    if operation.number not in wanted:
+                        wanted[operation.number] = set()
+                        heapq.heappush(queue, (-operation.number, operation))
+                    wanted[operation.number].add(value)
+
+        want(targets)
+        # Users come after what they use, so that all results wanted of an operation are known when its turn comes.
+        while queue:
+            _, operation = heapq.heappop(queue)
+            want(operation.operands)
+            if not operation.branches:
+                steps.append(Step(operation))
+                continue
+            results = wanted[operation.number]
+            places = tuple(k for k, value in enumerate(operation.results) if value in results)
+            ways = []
+            for branch, end in zip(operation.branches, _ends(operation), strict=True):
+                inner = {x for k in places if isinstance(x := branch.results[k], int)}
+                # A value inside the branch that is wanted outside it too is computed there, once.
+                way, needed = self._part(inner, available | outside, outside, first=branch.first, last=end)
+                want(needed)
+                ways.append(way)
+            steps.append(Step(operation, places, tuple(ways)))
+        return tuple(reversed(steps)), free
+
+    def _new(self, variable: Any) -> int:
+        self.avals.append(variable.aval)
+        return len(self.avals) - 1
+
+    def _read(self, closed: Any, arguments: Sequence[Operand]) -> tuple[list[Operation], tuple[Operand, ...]]:
+        jaxpr = closed.jaxpr
+        numbers: dict[Any, Operand] = dict(zip(jaxpr.invars, arguments, strict=True))
+        numbers.update((v, Constant(c, v.aval.dtype)) for v, c in zip(jaxpr.constvars, closed.consts, strict=True))
+
+        def operand(v: Any) -> Operand:
+            return Constant(v.val, v.aval.dtype) if isinstance(v, core.Literal) else numbers[v]
+
+        operations: list[Operation] = []
+        for equation in jaxpr.eqns:
+            operands = tuple(operand(v) for v in equation.invars)
+            if (inner := _opened(equation)) is not None:
+                inside, results = self._read(inner, operands)
+                operations += inside
+                numbers.update(zip(equation.outvars, results, strict=True))
+                continue
+            branches = ()
+            if equation.primitive.name == "cond":
+                branches = tuple(self._branch(b, operands[1:]) for b in equation.params["branches"])
+                operands = operands[:1]
+            results = tuple(self._new(v) for v in equation.outvars)
+            operation = Operation(next(self._count), equation, operands, results, branches)
+            operations.append(operation)
+            self.origin.update((value, operation) for value in results)
+            numbers.update(zip(equation.outvars, results, strict=True))
+        return operations, tuple(operand(v) for v in jaxpr.outvars)
+
+    def _branch(self, closed: Any, arguments: Sequence[Operand]) -> Branch:
+        first = next(self._count)
+        operations, results = self._read(closed, arguments)
+        return Branch(tuple(operations), results, first)
+
+
+def run(steps: Sequence[Step], values: dict[int, Any], targets: Iterable[Operand]) -> list[Any]:
+    """The `targets`, computed by `steps` from `values`, which is left alone."""
+    values = dict(values)
+    for step in steps:
+        operation, equation = step.operation, step.operation.equation
+        with equation.ctx.manager:
+            if step.branches or operation.branches:
+                _choose(step, values)
+                continue
+            operands = [_value(x, values, raw=True) for x in operation.operands]
+            results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+        if not equation.primitive.multiple_results:
+            results = [results]
+        values.update(zip(operation.results, results, strict=True))
+    return [_value(x, values) for x in targets]
+
+
+def _choose(step: Step, values: dict[int, Any]) -> None:
+    operation = step.operation
+    ways = [
+        lambda way=way, branch=branch: run(way, values, [branch.results[k] for k in step.wanted])
+        for way, branch in zip(step.branches, operation.branches, strict=True)
+    ]
+    results = jax.lax.switch(_value(operation.operands[0], values), ways)
+    values.update(zip((operation.results[k] for k in step.wanted), results, strict=True))
+
+
+def _value(x: Operand, values: dict[int, Any], *, raw: bool = False) -> Any:
+    if not isinstance(x, Constant):
+        return values[x]
+    # A literal of a jaxpr may be a Python number: a primitive takes it as it is, a caller wants an array.
+    return x.value if raw or isinstance(x.value, jax.Array) else jnp.asarray(x.value, x.dtype)
+
+
+def _ends(operation: Operation) -> list[int]:
+    """For each branch of a conditional, the number after its last operation."""
+    return [*(branch.first for branch in operation.branches[1:]), operation.number]
+
+
+def _opened(equation: Any) -> Any:
+    """What a call calls; None for any other operation, and for a call that also lays out or compiles in its own way."""
+    params = equation.params
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    if equation.primitive.name not in CALLS or params.get("compiler_options_kvs"):
+        return None
+    if any(isinstance(s, jax.sharding.Sharding) for s in shardings):
+        return None
+    return params.get("jaxpr", params.get("call_jaxpr"))
