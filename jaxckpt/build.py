@@ -122,7 +122,7 @@ def _build(config: cf.RunConfig, snapshots: Snapshots, allow_changed: Sequence[s
         seed=config.seed,
         mesh=mesh,
         rules=tuple((k, _spec(v)) for k, v in config.mesh.rules.items()) + tuple(rules),
-        placement=Placement(master=config.placement.master, opt_state=config.placement.opt_state),
+        placement=_placement(config.placement),
         compute_dtype=None if dtype == "float32" else dtype,
         accumulation_steps=config.optimizer.accumulation_steps,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -235,6 +235,19 @@ def _optimizer(section: Any, schedule: optax.Schedule | None) -> optax.GradientT
     assert schedule is not None  # only an imported optimizer may leave lr out
     args = section.model_dump(exclude=set(FIELDS_OF_EVERY_OPTIMIZER))
     return make_optimizer(section.name, schedule, weight_decay_exclude=section.weight_decay_exclude, **args)
+
+
+def _placement(section: cf.Placement) -> Placement:
+    return Placement(
+        params=section.params,
+        master=section.master,
+        opt_state=section.opt_state,
+        grads=section.grads,
+        paths=tuple(section.paths.items()),
+        nvme_dirs=tuple(section.nvme_dir or ()),
+        nvme_cache_bytes=section.nvme_cache_bytes or 0,
+        bucket_bytes=section.bucket_bytes,
+    )
 
 
 def _spec(dims: Sequence[Any]) -> P:

@@ -12,7 +12,8 @@ from jaxckpt.errors import SnapshotError
 from jaxckpt.observe.phases import Phases
 from jaxckpt.snapshot import packing
 from jaxckpt.snapshot.leaves import stored_leaves, words
-from jaxckpt.state import fingerprint
+from jaxckpt.state import fingerprint, tree
+from jaxckpt.state.nvme import NvmeStruct, resident
 from jaxckpt.state.train_state import TrainState
 from jaxckpt.update.step import make_finite_check
 
@@ -77,15 +78,18 @@ class Program:
         """Compiles what a save needs, in the background, once that no longer delays the first step."""
         if self._is_kept and self._finite_check is None:
             check = make_finite_check(self._plan)
-            self._finite_check = self._background.submit(lambda: check.lower(self._plan).compile())
-            large, _ = packing.split(words(stored_leaves(self._plan)))
+            self._finite_check = self._background.submit(lambda: check.lower(resident(self._plan)).compile())
+            large, _ = packing.split(words(stored_leaves(resident(self._plan))))
             self._background.submit(fingerprint.prepare, list(large.values()))
 
     def not_finite(self, state: TrainState) -> list[str]:
         """Paths of the leaves that hold an infinity or NaN."""
         self.prepare_saving()
         assert self._finite_check is not None
-        return sorted(p for p, ok in jax.device_get(self._finite_check.result()(state)).items() if not ok)
+        # What is on disk was looked at when it was on the device.
+        on_disk = {path: x.is_finite for path, x in tree.flatten(state).items() if isinstance(x, NvmeStruct)}
+        found = {**self._finite_check.result()(resident(state)), **on_disk}
+        return sorted(path for path, ok in jax.device_get(found).items() if not ok)
 
     def close(self) -> None:
         """Waits for the background, except for a compiler that nobody waits for any more."""

@@ -229,7 +229,15 @@ def test_malformed_overrides_are_reported_beside_other_problems():
             ["model.compute_dtype=float32", "placement.master=pinned_host"],
             "placement.master: pinned_host moves the float32",
         ),
-        (["placement.opt_state=nvme"], "placement.opt_state: expected one of device, pinned_host, found 'nvme'"),
+        (["placement.opt_state=nvme"], "placement.nvme_dir: null, and placement.opt_state is nvme"),
+        (["placement.paths={nu: nvme}"], "placement.nvme_dir: null, and placement.paths, 'nu' is nvme"),
+        (["placement.grads=pinned_host"], "placement.grads: pinned_host is for params off the device"),
+        (
+            ["placement.opt_state=pinned_host", "placement.budget.device=1GiB"],
+            "placement.budget: it chooses the tiers itself, and placement.opt_state is given too",
+        ),
+        (["model.remat=offload"], "model.remat: offload needs model.scan_layers: false"),
+        (["placement.opt_state=tape"], "placement.opt_state: expected one of device, pinned_host, nvme, found 'tape'"),
         (["snapshots.keep=0"], "snapshots.keep: expected an integer greater than 0, found 0"),
         (
             ["optimizer.weight_decay_exclude='(norm'"],
@@ -446,7 +454,7 @@ def test_the_llama_section_has_the_models_own_keys():
 
     own = set(llama.LlamaConfig.__dataclass_fields__)
     assert set(config_module.Llama.model_fields) == own | {"name", "compute_dtype"}
-    assert {"none", "full", *llama.REMAT_POLICIES} == set(Remat.__args__)
+    assert set(llama.REMAT) == set(Remat.__args__)
 
 
 def test_sections_are_made_in_python_too():

@@ -18,6 +18,7 @@ def conflicts(values: Values) -> Iterator[str]:
     yield from _of_data(values)
     yield from _of_model(values)
     yield from _of_devices(values)
+    yield from _of_placement(values)
     yield from _of_evaluation(values)
     yield from _of_snapshots(values)
     yield from _of_processes(values)
@@ -77,6 +78,8 @@ def _of_model(values: Values) -> Iterator[str]:
             yield f"model.head_dim: {width // heads} (d_model / num_heads) is odd; rotary embeddings need pairs"
     if head is not None and head % 2:
         yield f"model.head_dim: {head} is odd; rotary embeddings need pairs"
+    if values.get("model.remat") == "offload" and values.get("model.scan_layers"):
+        yield "model.remat: offload needs model.scan_layers: false; XLA may miscompile it under a scan over the layers"
     low, high = (values.get(f"model.rope_scaling.{k}_freq_factor") for k in ("low", "high"))
     if low is not None and high is not None and low >= high:
         yield f"model.rope_scaling.high_freq_factor: {high} must be more than low_freq_factor ({low})"
@@ -92,11 +95,25 @@ def _of_devices(values: Values) -> Iterator[str]:
     for axis, size in sizes.items():
         if size == 0:
             yield f"mesh.{axis}: expected at least 1 device, or -1, found 0"
-    if values.get("placement.master") == "pinned_host" and values.get("model.compute_dtype") == "float32":
+
+
+def _of_placement(values: Values) -> Iterator[str]:
+    groups = ("params", "master", "opt_state")
+    tiers = {f"placement.{group}": values.get(f"placement.{group}") for group in groups}
+    tiers |= {f"placement.paths, {k!r}": tier for k, tier in (values.get("placement.paths") or {}).items()}
+    if (tier := tiers["placement.master"]) not in (None, "device") and values.get("model.compute_dtype") == "float32":
         yield (
-            "placement.master: pinned_host moves the float32 master weights, and with model.compute_dtype=float32 "
+            f"placement.master: {tier} moves the float32 master weights, and with model.compute_dtype=float32 "
             "there are none beside the weights; use bfloat16 or leave master on the device"
         )
+    on_disk = [key for key, tier in tiers.items() if tier == "nvme"]
+    if on_disk and values.get("placement.nvme_dir", "") is None:
+        yield f"placement.nvme_dir: null, and {on_disk[0]} is nvme; give a directory on a local disk"
+    has_budget = any(value for key, value in values.items() if key.startswith("placement.budget."))
+    if has_budget and (moved := [key for key, tier in tiers.items() if tier not in (None, "device")]):
+        yield f"placement.budget: it chooses the tiers itself, and {moved[0]} is given too; leave one of the two out"
+    if values.get("placement.grads") == "pinned_host" and tiers["placement.params"] == "device" and not has_budget:
+        yield "placement.grads: pinned_host is for params off the device; move placement.params, or leave grads there"
 
 
 def _of_evaluation(values: Values) -> Iterator[str]:

@@ -77,9 +77,12 @@ class Llama(Config):
     """tokens that a position attends to, itself included; null: all before it"""
     dropout: Below1 = 0.0
     """share of activations dropped while training"""
+    scan_layers: StrictBool = True
+    """one array for the same weight of all layers, compiled as one layer; false: an array a layer, so that each layer can be
+    fetched and updated by itself (placement)"""
     remat: Remat = "none"
-    """what a layer's backward computes again: nothing (none), everything but its input (full), or what the
-    jax.checkpoint policy of that name does not save"""
+    """what a layer's backward computes again: nothing (none), everything but its input (full), what the jax.checkpoint
+    policy of that name does not save, or what is not kept in pinned host memory (offload; needs scan_layers: false)"""
     compute_dtype: ComputeDtype = "bfloat16"
     """dtype of weights and activations in forward and backward; bfloat16 keeps float32 master weights beside"""
 
@@ -93,6 +96,8 @@ class ImportModel(Config):
     """keyword arguments of target"""
     loss: Target
     """pkg.mod:thing, called as thing(model, batch); returns (sum over targets, number of targets)"""
+    layers: Target | None = None
+    """pkg.mod:thing, the model as a list of layer functions (a jaxckpt.Layers), for placement.params off the device"""
     compute_dtype: ComputeDtype = "float32"
     """dtype of the weights in forward and backward; bfloat16 keeps float32 master weights beside"""
 
@@ -179,11 +184,34 @@ class Mesh(Config):
     """regex on a parameter's path: [axis, list of axes or null for each dimension]; tried before the model's own"""
 
 
+class Budget(Config):
+    device: Bytes | None = None
+    """memory of one device that state, gradients and activations may take, such as 24GiB; null: no limit"""
+    host: Bytes | None = None
+    """host memory that a process may take, such as 100GiB; null: no limit"""
+    nvme: Bytes | None = None
+    """bytes on placement.nvme_dir that a process may take, such as 1TiB; null: no limit"""
+
+
 class Placement(Config):
+    params: Tier = "device"
+    """where the weights that forward and backward read live; off the device each layer fetches its own"""
     master: Tier = "device"
     """where the float32 master weights live between steps (with a bfloat16 compute_dtype)"""
     opt_state: Tier = "device"
     """where the optimizer's moments live between steps"""
+    grads: Literal["device", "pinned_host"] = "device"
+    """where gradients are summed up; off the device with params off the device only"""
+    paths: dict[Regex, Tier] = Field(default={})
+    """regex on a leaf's path: its tier, such as {opt_state/.*/nu/: nvme}; the first that is found goes before the group's"""
+    nvme_dir: Files | None = None
+    """directory on a local disk for the tier nvme; several, on several disks, share the bytes"""
+    nvme_cache_bytes: Bytes | None = None
+    """host memory that keeps state of the tier nvme, which is then not read again, such as 8GiB; null: none"""
+    bucket_bytes: Bytes = 128 << 20
+    """state that each device fetches, updates and writes back at a time"""
+    budget: Budget = Budget()
+    """what the run may take; given one, the tiers of params, master and opt_state are chosen by it"""
 
 
 class Snapshots(Config):

@@ -99,5 +99,11 @@ Rules = Annotated[dict[str, list[str | list[str] | None]], AfterValidator(_rules
 ComputeDtype = Literal["float32", "bfloat16"]
 Tier = Literal["device", "pinned_host", "nvme"]
 Remat = Literal[
-    "none", "full", "everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"
+    "none",
+    "full",
+    "offload",
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
 ]

@@ -78,6 +78,11 @@ def clipped(g: jax.Array, norm: jax.Array, max_norm: float) -> jax.Array:
     return jnp.where(norm < limit, g, g / norm * limit)
 
 
+def kept(finite: jax.Array, new: Any, old: Any) -> Any:
+    """`new` where the loss and the gradient were finite, else `old`."""
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+
 def step_metrics(
     mean: jax.Array, grad_norm: jax.Array, count: jax.Array, finite: jax.Array, batch: Any, plan: TrainState
 ) -> dict[str, jax.Array]:

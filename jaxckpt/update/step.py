@@ -1,5 +1,6 @@
 """One pure training step, jitted once: (state, batch) -> (state, metrics)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,10 +9,13 @@ import optax
 
 from jaxckpt.state import tree
 from jaxckpt.state.mesh import replicated
-from jaxckpt.state.plan import shardings
+from jaxckpt.state.nvme import resident, tier_of
+from jaxckpt.state.plan import Placement, shardings
 from jaxckpt.state.train_state import Model, TrainState, narrow
 from jaxckpt.update.gradients import Loss as Loss
-from jaxckpt.update.gradients import make_forward, make_gradient_phase
+from jaxckpt.update.gradients import kept, make_forward, make_gradient_phase
+from jaxckpt.update.host import fetched, make_streamed_update
+from jaxckpt.update.split import split_update
 
 
 def make_train_step(
@@ -28,6 +32,7 @@ def make_train_step(
     compute_dtype: Any = None,
     lr: optax.Schedule | None = None,
     gathered: frozenset[str] = frozenset(),
+    placement: Placement = Placement(),
 ) -> jax.stages.Wrapped:
     """The jitted step for states laid out as `plan` and batches laid out as `batch` (ShapeDtypeStructs); donates the state.
 
@@ -40,7 +45,6 @@ def make_train_step(
     Metrics, all replicated scalars: loss, grad_norm (before clipping), tokens (targets), lr (if given), finite,
     batch_digest (uint32[2]).
     """
-    weights_plan = plan.params if plan.master is None else plan.master
     mesh = plan.step.sharding.mesh
     gradient_phase = make_gradient_phase(
         model,
@@ -53,23 +57,16 @@ def make_train_step(
         gathered=gathered,
     )
 
+    is_skipping = nonfinite == "skip"
+    update = _make_update(tx, plan, placement, compute_dtype=compute_dtype, is_skipping=is_skipping)
+
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         found = gradient_phase(state.params, state.model_state, state.step, batch)
-        model_state, finite, metrics = found.model_state, found.finite, found.metrics
-        weights = jax.device_put(
-            state.params if state.master is None else state.master, shardings(weights_plan, "device")
-        )
-        opt_state = jax.device_put(state.opt_state, shardings(plan.opt_state, "device"))
-        grads = jax.tree.map(lambda g, w: g.astype(w.dtype), found.grads, weights)
-        updates, new_opt_state = tx.update(grads, opt_state, weights)
-        new_weights = optax.apply_updates(weights, updates)
-        if nonfinite == "skip":
-            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-            new_weights, new_opt_state = keep(new_weights, weights), keep(new_opt_state, opt_state)
-            model_state = keep(model_state, state.model_state)
-
-        params, master = (new_weights, None) if state.master is None else narrow(new_weights, compute_dtype)
-        new = TrainState(state.step + 1, params, master, new_opt_state, model_state)
+        metrics, model_state = found.metrics, found.model_state
+        if is_skipping:
+            model_state = kept(found.finite, model_state, state.model_state)
+        new = update(state, found.grads, found.finite)
+        new = TrainState(state.step + 1, new.params, new.master, new.opt_state, model_state)
         if lr is not None:
             metrics = {**metrics, "lr": learning_rate(lr, state)}
         return jax.device_put(new, shardings(plan)), metrics
@@ -80,6 +77,37 @@ def make_train_step(
         out_shardings=(shardings(plan), replicated(mesh)),
         donate_argnums=0,
     )
+
+
+def _make_update(
+    tx: optax.GradientTransformation, plan: TrainState, placement: Placement, *, compute_dtype: Any, is_skipping: bool
+) -> Callable[[TrainState, Any, jax.Array], TrainState]:
+    """(state, gradients, finite) -> the state with what the optimizer changes, on the device at once or in buckets."""
+    weights_plan = plan.params if plan.master is None else plan.master
+    if all(tier_of(x) == "device" for x in jax.tree.leaves((weights_plan, plan.opt_state))):
+        return make_whole_update(tx, compute_dtype=compute_dtype, is_skipping=is_skipping)
+    from jaxckpt.update.buckets import make_buckets
+    split = split_update(tx, weights_plan)
+    buckets = make_buckets(split, plan, bucket_bytes=placement.bucket_bytes)
+    return make_streamed_update(split, buckets, plan, is_skipping=is_skipping)
+
+
+def make_whole_update(
+    tx: optax.GradientTransformation, *, compute_dtype: Any, is_skipping: bool
+) -> Callable[[TrainState, Any, jax.Array], TrainState]:
+    """(state, gradients, finite) -> the state with what the optimizer changes: optax on the whole tree at once."""
+
+    def update(state: TrainState, grads: Any, finite: jax.Array) -> TrainState:
+        weights = state.params if state.master is None else state.master
+        grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
+        updates, opt_state = tx.update(grads, state.opt_state, weights)
+        new_weights = optax.apply_updates(weights, updates)
+        if is_skipping:
+            new_weights, opt_state = kept(finite, (new_weights, opt_state), (weights, state.opt_state))
+        params, master = (new_weights, None) if state.master is None else narrow(new_weights, compute_dtype)
+        return TrainState(state.step, params, master, opt_state, state.model_state)
+
+    return update
 
 
 def make_eval_step(
@@ -101,20 +129,23 @@ def make_eval_step(
 
 
 def make_finite_check(plan: TrainState) -> jax.stages.Wrapped:
-    """Jitted state -> {path: bool}: which floating-point leaves hold only finite numbers.
+    """Jitted state -> {path: bool}: which floating-point leaves hold only finite numbers; not those on disk (`resident`).
 
     Model state may hold infinities on purpose (an attention mask), so that only NaN counts there.
     """
 
-    def check(state: TrainState) -> dict[str, jax.Array]:
-        state = jax.device_put(state, shardings(plan, "device"))
-        return {
-            path: ~jnp.isnan(x).any() if path.startswith("model_state/") else jnp.isfinite(x).all()
-            for path, x in tree.flatten(state).items()
-            if jnp.issubdtype(x.dtype, jnp.inexact)
-        }
+    leaves_plan = tree.flatten(resident(plan))
 
-    return jax.jit(check, in_shardings=(shardings(plan),), out_shardings=replicated(plan.step.sharding.mesh))
+    def check(state: TrainState) -> dict[str, jax.Array]:
+        found: dict[str, jax.Array] = {}
+        for path, x in tree.flatten(state).items():
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                # One after the other: what lives in host memory has no room on the device all at once.
+                x = fetched({path: x}, leaves_plan, list(found.values())[-1:])[path]
+                found[path] = ~jnp.isnan(x).any() if path.startswith("model_state/") else jnp.isfinite(x).all()
+        return found
+
+    return jax.jit(check, in_shardings=(shardings(resident(plan)),), out_shardings=replicated(plan.step.sharding.mesh))
 
 
 def learning_rate(lr: optax.Schedule, state: TrainState) -> jax.Array:
