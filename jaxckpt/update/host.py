@@ -14,6 +14,7 @@ import optax
 from jaxckpt.state import tree
 from jaxckpt.state.plan import shardings
 from jaxckpt.state.train_state import TrainState
+from jaxckpt.update.buckets import Bucket
 from jaxckpt.update.gradients import kept
 from jaxckpt.update.split import Split
 
@@ -35,7 +36,7 @@ def tie(leaves: Leaves, after: Any) -> Leaves:
 
 
 def make_streamed_update(
-    split: Split, buckets: Sequence[Any], plan: TrainState, *, is_skipping: bool
+    split: Split, buckets: Sequence[Bucket], plan: TrainState, *, is_skipping: bool
 ) -> Callable[[TrainState, Any, jax.Array], TrainState]:
     """(state, gradients, finite) -> the state with new params, master and opt_state, to be traced under jit.
 
