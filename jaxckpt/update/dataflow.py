@@ -1,7 +1,6 @@
 """A jaxpr as operations on numbered values, of which any part can be run: calls are opened, conditionals keep branches."""
 
 import heapq
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,8 @@ class Branch:
 
     operations: tuple["Operation", ...]
     results: tuple[Operand, ...]
-    first: int
-    """the number of its first operation, also counting those of conditionals inside"""
+    numbers: range
+    """of its operations, those inside conditionals included"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,7 +59,7 @@ class Program:
     def __init__(self, closed: Any):
         self.avals: list[Any] = []
         self.origin: dict[int, Operation] = {}
-        self._count = itertools.count()
+        self._n_operations = 0
         arguments = tuple(self._new(v) for v in closed.jaxpr.invars)
         self.n_inputs = len(arguments)
         operations, self.outputs = self._read(closed, arguments)
@@ -69,13 +68,13 @@ class Program:
     def part(self, targets: Iterable[Operand], available: frozenset[int]) -> tuple[tuple[Step, ...], frozenset[int]]:
         """(the steps that compute `targets` from arguments and `available` values, the values that they start from)."""
         wanted = {x for x in targets if isinstance(x, int)}
-        steps, free = self._part(wanted, available, wanted, first=0, last=None)
+        steps, free = self._part(wanted, available, wanted, range(self._n_operations))
         return steps, frozenset(free)
 
     def _part(
-        self, targets: set[int], available: frozenset[int], outside: set[int], *, first: int, last: int | None
+        self, targets: set[int], available: frozenset[int], outside: set[int], inside: range
     ) -> tuple[tuple[Step, ...], set[int]]:
-        """Of the operations numbered from `first` to below `last`: all that is not made there is free."""
+        """What the operations with numbers `inside` do for it; all that is not made there is free."""
         free: set[int] = set()
         queue: list[tuple[int, Operation]] = []
         wanted: dict[int, set[int]] = {}
@@ -86,15 +85,13 @@ class Program:
                 if isinstance(value, Constant):
                     continue
                 operation = self.origin.get(value)
-                if operation is None or value in available:
+                if operation is None or value in available or operation.number not in inside:
                     free.add(value)
-                elif operation.number < first or (last is not None and operation.number >= last):
-                    free.add(value)
-                else:
-                    if operation.number not in wanted:
-                        wanted[operation.number] = set()
-                        heapq.heappush(queue, (-operation.number, operation))
-                    wanted[operation.number].add(value)
+                    continue
+                if operation.number not in wanted:
+                    wanted[operation.number] = set()
+                    heapq.heappush(queue, (-operation.number, operation))
+                wanted[operation.number].add(value)
 
         want(targets)
         # Users come after what they use, so that all results wanted of an operation are known when its turn comes.
@@ -107,10 +104,10 @@ class Program:
             results = wanted[operation.number]
             places = tuple(k for k, value in enumerate(operation.results) if value in results)
             ways = []
-            for branch, end in zip(operation.branches, _ends(operation), strict=True):
+            for branch in operation.branches:
                 inner = {x for k in places if isinstance(x := branch.results[k], int)}
                 # A value inside the branch that is wanted outside it too is computed there, once.
-                way, needed = self._part(inner, available | outside, outside, first=branch.first, last=end)
+                way, needed = self._part(inner, available | outside, outside, branch.numbers)
                 want(needed)
                 ways.append(way)
             steps.append(Step(operation, places, tuple(ways)))
@@ -123,10 +120,13 @@ class Program:
     def _read(self, closed: Any, arguments: Sequence[Operand]) -> tuple[list[Operation], tuple[Operand, ...]]:
         jaxpr = closed.jaxpr
         numbers: dict[Any, Operand] = dict(zip(jaxpr.invars, arguments, strict=True))
-        numbers.update((v, Constant(c, v.aval.dtype)) for v, c in zip(jaxpr.constvars, closed.consts, strict=True))
+        numbers.update((v, Constant(c, c.dtype)) for v, c in zip(jaxpr.constvars, closed.consts, strict=True))
 
         def operand(v: Any) -> Operand:
-            return Constant(v.val, v.aval.dtype) if isinstance(v, core.Literal) else numbers[v]
+            if not isinstance(v, core.Literal):
+                return numbers[v]
+            aval: Any = v.aval
+            return Constant(v.val, aval.dtype)
 
         operations: list[Operation] = []
         for equation in jaxpr.eqns:
@@ -141,16 +141,17 @@ class Program:
                 branches = tuple(self._branch(b, operands[1:]) for b in equation.params["branches"])
                 operands = operands[:1]
             results = tuple(self._new(v) for v in equation.outvars)
-            operation = Operation(next(self._count), equation, operands, results, branches)
+            operation = Operation(self._n_operations, equation, operands, results, branches)
+            self._n_operations += 1
             operations.append(operation)
             self.origin.update((value, operation) for value in results)
             numbers.update(zip(equation.outvars, results, strict=True))
         return operations, tuple(operand(v) for v in jaxpr.outvars)
 
     def _branch(self, closed: Any, arguments: Sequence[Operand]) -> Branch:
-        first = next(self._count)
+        first = self._n_operations
         operations, results = self._read(closed, arguments)
-        return Branch(tuple(operations), results, first)
+        return Branch(tuple(operations), results, range(first, self._n_operations))
 
 
 def run(steps: Sequence[Step], values: dict[int, Any], targets: Iterable[Operand]) -> list[Any]:
@@ -185,11 +186,6 @@ def _value(x: Operand, values: dict[int, Any], *, raw: bool = False) -> Any:
         return values[x]
     # A literal of a jaxpr may be a Python number: a primitive takes it as it is, a caller wants an array.
     return x.value if raw or isinstance(x.value, jax.Array) else jnp.asarray(x.value, x.dtype)
-
-
-def _ends(operation: Operation) -> list[int]:
-    """For each branch of a conditional, the number after its last operation."""
-    return [*(branch.first for branch in operation.branches[1:]), operation.number]
 
 
 def _opened(equation: Any) -> Any:
