@@ -53,11 +53,14 @@ def make_gradient_phase(
     gradients = _make_sums(forward, plan, batch, accumulation_steps)
 
     def phase(params: Any, model_state: Any, step: jax.Array, batch: Any) -> Gradients:
-        total, count, grads, model_state = gradients(params, model_state, batch, step_key(seed, step))
+        # What comes after must not change how XLA adds the gradient up over the devices: then all tiers have the same bits.
+        total, count, grads, model_state = jax.lax.optimization_barrier(
+            gradients(params, model_state, batch, step_key(seed, step))
+        )
         denominator = denominator_of(count)
         mean = total / denominator
         grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / denominator, grads)
-        grad_norm = optax.tree.norm(grads)
+        grad_norm = global_norm(grads)
         if max_grad_norm is not None:
             grads = jax.tree.map(lambda g: clipped(g, grad_norm, max_grad_norm), grads)
         finite = jnp.isfinite(mean) & jnp.isfinite(grad_norm)
@@ -70,6 +73,16 @@ def make_gradient_phase(
 def denominator_of(count: jax.Array) -> jax.Array:
     """float32[] to divide sums over targets by: a batch without targets changes nothing."""
     return jnp.where(count > 0, count, 1).astype(jnp.float32)
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """float32[], as optax.tree.norm computes it, to the same bits in every program.
+
+    The sums of the leaves stand behind a barrier: XLA turns a sum of all-reduces into an all-reduce of sums where nobody
+    else uses them, which rounds in another order.
+    """
+    sums = jax.lax.optimization_barrier([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
+    return jnp.sqrt(sum(sums))
 
 
 def clipped(g: jax.Array, norm: jax.Array, max_norm: float) -> jax.Array:
