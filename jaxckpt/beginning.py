@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from etils import epath
 
 from jaxckpt import exactness
@@ -19,8 +18,9 @@ from jaxckpt.snapshot.leaves import check_leaves, leaf_table, stored_leaves, to_
 from jaxckpt.snapshot.origin import Origin
 from jaxckpt.snapshot.restore import read_meta, read_snapshot
 from jaxckpt.snapshot.snapshot import Snapshots
-from jaxckpt.state.plan import shardings
+from jaxckpt.state.init import initialise
 from jaxckpt.state.train_state import TrainState
+from jaxckpt.tiers import Tiers
 
 log = logging.getLogger("jaxckpt")
 
@@ -58,6 +58,7 @@ class Beginning:
     """whether configurations are compared, by those who know their keys, instead of `training`"""
     allow_changed: tuple[str, ...]
     compute_dtype: Any
+    tiers: Tiers
     phases: Phases
 
     def begin(self, start_compiling: Callable[[int], None]) -> Begun:
@@ -68,6 +69,7 @@ class Beginning:
         if self.snapshots:
             self.snapshots.open(self.group)
             self.snapshots.check_space(self.plan)
+        self.tiers.open()
         while True:
             step = resuming.choose(self.snapshots, self.resume) if self.snapshots else None
             try:
@@ -104,7 +106,13 @@ class Beginning:
         start_compiling(step)
         with self.phases.phase("restore"):
             snapshot = read_snapshot(
-                root, step, self.plan, group=self.group, compute_dtype=self.compute_dtype, **self._limits()
+                root,
+                step,
+                self.plan,
+                group=self.group,
+                compute_dtype=self.compute_dtype,
+                store=self.tiers.store,
+                **self._limits(),
             )
             self.stream.restore(self._accepted_data(snapshot.data))
             if snapshot.data["identity"] == self.stream.state()["identity"]:  # unless other data was allowed by name
@@ -120,13 +128,13 @@ class Beginning:
             begun = self._continue(at.root, at.step, start_compiling)
             return Begun(begun.state, at.step, begun.meta, restored_from)
         start_compiling(0)
-        leaves = origin.read(at, self.plan, group=self.group, **self._limits())
-        fresh = stored_leaves(self._initialise())
+        fresh = stored_leaves(self._initialise())  # first: on disk, what is read takes its place
+        leaves = origin.read(at, self.plan, group=self.group, store=self.tiers.store, **self._limits())
         return Begun(to_state({**fresh, **leaves}, self.plan, self.compute_dtype), 0, None, restored_from)
 
     def _initialise(self) -> TrainState:
         with self.phases.phase("init"):
-            return jax.block_until_ready(jax.jit(self.init, out_shardings=shardings(self.plan))())
+            return initialise(self.init, self.plan, to_disk=self.tiers.to_disk)
 
     def _limits(self) -> dict[str, Any]:
         if self.snapshots is None:

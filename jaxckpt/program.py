@@ -40,6 +40,17 @@ class Program:
         if self._compiling is None:
             self._compiling = self._background.submit(self._compile)
 
+    def afterwards(self, call: Callable[[], None]) -> None:
+        """Calls it in the background, once the step is compiled; an error of it is a line in the log."""
+
+        def safely() -> None:
+            try:
+                call()
+            except Exception:
+                log.exception("a check beside the training has failed")
+
+        self._background.submit(safely)
+
     def wait(self, is_unwanted: Callable[[], bool]) -> bool:
         """Waits for the compiler until `is_unwanted` says yes; whether the step is compiled now."""
         assert self._compiling is not None, "start() comes first"

@@ -23,6 +23,7 @@ from jaxckpt.distributed import watch
 from jaxckpt.distributed.sync import Agreement, Group
 from jaxckpt.errors import ConfigError, NonFiniteError
 from jaxckpt.evaluation import Evaluation
+from jaxckpt.models.layers import Layers
 from jaxckpt.observe.metrics import MetricsFile
 from jaxckpt.observe.phases import Phases
 from jaxckpt.observe.report import Report, make_report, metrics_line
@@ -35,7 +36,9 @@ from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.mesh import batch_sharding, make_mesh
 from jaxckpt.state.plan import Placement, Rules, make_plan, unannotated
 from jaxckpt.state.train_state import TrainState, take_apart
-from jaxckpt.update.step import Loss, make_eval_step, make_train_step
+from jaxckpt.tiers import Tiers
+from jaxckpt.update.choose import make_step
+from jaxckpt.update.step import Loss, make_eval_step
 
 log = logging.getLogger("jaxckpt")
 
@@ -51,7 +54,8 @@ class Run:
     [k*global_batch, (k+1)*global_batch) of it, on any number of processes. Or a grain.IterDataset of each process's own
     examples, which resumes on as many processes only. skip: [(first step, last step)] whose batches are left out.
     held_out: as data with random access, for evaluation.
-    compute_dtype: 'bfloat16' computes in it and keeps float32 master weights. snapshots: where to save; without it
+    placement: where state lives between steps, see jc.Placement; parameters off the device need layers, the model as a list
+    of layer functions (jc.Layers). compute_dtype: 'bfloat16' computes in it and keeps float32 master weights. snapshots: where to save; without it
     nothing is saved. resume: which snapshot to continue from, see `jaxckpt.snapshot.resume.Resume`. restore_from: where a
     run that has no snapshot yet begins: 'RUN_DIR', 'RUN_DIR@STEP' or 'RUN_DIR@PIN' of another run, local or gs://; with
     restore_paths (regexes on leaf paths, such as '^params/') only those leaves are taken, and the run starts at step 0.
@@ -70,6 +74,7 @@ class Run:
         mesh: Mesh | None = None,
         rules: Rules = (),
         placement: Placement = Placement(),
+        layers: Layers | None = None,
         compute_dtype: Any = None,
         accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
@@ -124,12 +129,16 @@ class Run:
             self.plan = make_plan(abstract, self.mesh, rules=rules, annotations=parts.annotations, placement=placement)
         gathered = unannotated(self.plan, rules, parts.annotations)
         self._placement = placement
-        step_fn = make_train_step(
+        self._tiers = Tiers(self.plan, optimizer, placement, run_dir=snapshots and str(snapshots.run_dir))
+        step_fn = self._tiers.step_fn = make_step(
             parts,
             loss,
             optimizer,
             self.plan,
             batch,
+            layers=layers,
+            store=self._tiers.store,
+            placement=placement,
             seed=seed,
             accumulation_steps=accumulation_steps,
             max_grad_norm=max_grad_norm,
@@ -161,6 +170,7 @@ class Run:
             has_config=config is not None,
             allow_changed=self._allow_changed,
             compute_dtype=compute_dtype,
+            tiers=self._tiers,
             phases=self.phases,
         )
         self._resumed_meta: Mapping[str, Any] | None = None
@@ -224,6 +234,8 @@ class Run:
             self._open_metrics()
         if not self._is_compiled and (until is None or self.step < until):
             self._program.start()
+            if self._group.is_primary:
+                self._program.afterwards(self._tiers.check_update)
             self._wait_for_program(should_stop)
         if is_new:
             self._group.barrier("start training")
@@ -242,6 +254,7 @@ class Run:
                 stack.callback(self.snapshots.wait)  # the save that is under way still needs the file of metrics
             if self._evaluation:
                 stack.callback(self._evaluation.close)
+            stack.callback(self._tiers.close)
             stack.callback(self._stream.close)
             stack.callback(self._program.close)
 
@@ -273,7 +286,7 @@ class Run:
                 self.state, metrics = self._program(self.state, batch)
                 self.step += 1
                 self._is_torn = False
-                unread.append(_Pending(self.step, metrics, self._stream.batches - 1))
+                unread.append(_Pending(self.step, metrics, self._stream.batches - 1, self._tiers.moved()))
                 if is_first:
                     jax.block_until_ready(metrics)
                     self.phases.seconds["first step"] = time.perf_counter() - started
@@ -335,6 +348,7 @@ class Run:
             batch_key=self._stream.key(pending.batch),
             example=self._stream.example_of(pending.batch),
             seconds=self._clock - previous,
+            offload=pending.moved,
         )
         if self._metrics:
             exactness.check_against_earlier_life(report, self._metrics.replaced, self._resumed_meta)
@@ -398,3 +412,4 @@ class _Pending:
     step: int
     metrics: dict[str, jax.Array]
     batch: int
+    moved: Mapping[str, float] | None

@@ -35,9 +35,19 @@ class Report:
     """mean over the targets of the held-out batches, after the update; only at evaluation steps"""
     skipped: bool = False
     """the update was left out because its loss or gradient was not finite"""
+    offload: Mapping[str, float] | None = None
+    """what the step moved for state off the device, in this process (`Tiers.moved`); None where there is none"""
 
 
-def make_report(step: int, values: Mapping[str, Any], *, batch_key: str, example: int, seconds: float) -> Report:
+def make_report(
+    step: int,
+    values: Mapping[str, Any],
+    *,
+    batch_key: str,
+    example: int,
+    seconds: float,
+    offload: Mapping[str, float] | None = None,
+) -> Report:
     """A report of the step's metrics as the host read them; `seconds` since the step before was read."""
     tokens = float(values["tokens"])
     return Report(
@@ -52,14 +62,20 @@ def make_report(step: int, values: Mapping[str, Any], *, batch_key: str, example
         batch_key=batch_key,
         example=example,
         skipped=not bool(values["finite"]),
+        offload=offload
+        and {
+            **offload,
+            "bytes_per_s": (offload["to_device_bytes"] + offload["from_device_bytes"]) / max(seconds, 1e-9),
+        },
     )
 
 
 def metrics_line(report: Report) -> dict[str, Any]:
-    """The report as a line of `metrics.jsonl`: `eval_loss` and `skipped` only where they say something."""
+    """The report as a line of `metrics.jsonl`: `eval_loss`, `offload` and `skipped` only where they say something."""
     line = asdict(report)
-    if line["eval_loss"] is None:
-        del line["eval_loss"]
+    for name in ("eval_loss", "offload"):
+        if line[name] is None:
+            del line[name]
     if not line["skipped"]:
         del line["skipped"]
     # JSON has no NaN and no infinity; the bits of the loss say which it was.

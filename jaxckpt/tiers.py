@@ -1,0 +1,124 @@
+"""What a run does about state that lives off the device: its files, what a step moves, and what was promised of it."""
+
+import hashlib
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxckpt.nvme.array import NvmeArray
+from jaxckpt.nvme.store import NvmeStore, is_all_finite
+from jaxckpt.snapshot.direct import Box
+from jaxckpt.state import tree
+from jaxckpt.state.fingerprint import of_array
+from jaxckpt.state.memory import leaf_bytes
+from jaxckpt.state.nvme import NvmeStruct, tier_of
+from jaxckpt.state.plan import Placement
+from jaxckpt.state.train_state import TrainState
+from jaxckpt.update.buckets import make_buckets
+from jaxckpt.update.self_check import self_check
+from jaxckpt.update.split import split_update
+
+log = logging.getLogger("jaxckpt")
+
+
+class Tiers:
+    """Of one run; nothing is touched before `open`. `run_dir` names the run's files on the disks of the tier nvme."""
+
+    def __init__(
+        self,
+        plan: TrainState,
+        optimizer: optax.GradientTransformation,
+        placement: Placement,
+        *,
+        run_dir: str | None,
+    ) -> None:
+        self._plan, self._optimizer, self._placement = plan, optimizer, placement
+        leaves = {path: x for path, x in tree.flatten(plan).items() if isinstance(x, NvmeStruct)}
+        name = hashlib.sha256(run_dir.encode()).hexdigest()[:16] if run_dir else uuid.uuid4().hex[:16]
+        self.store = NvmeStore(placement.nvme_dirs, leaves, run_id=name) if leaves else None
+        """the files of the tier nvme; None where nothing is in it"""
+        self.step_fn: Any = None
+        """the step that moves them, once it is made"""
+        self._is_open = False
+        self._moved = _moved_bytes(plan)
+
+    def open(self) -> None:
+        """Takes the room that the tier nvme needs. Raises OffloadError where a disk refuses."""
+        if self.store is not None and not self._is_open:
+            self.store.open()
+            self._is_open = True
+
+    def check_update(self) -> None:
+        """Says in the log whether the update in buckets is that of plain optax, tried on a tiny tree: seconds."""
+        weights = self._plan.params if self._plan.master is None else self._plan.master
+        if all(tier_of(x) == "device" for x in jax.tree.leaves(self._plan)):
+            return
+        split = split_update(self._optimizer, weights)
+        buckets = make_buckets(split, weights, self._plan.opt_state, bucket_bytes=self._placement.bucket_bytes)
+        found = self_check(self._optimizer, weights, buckets, is_apart=self.store is not None)
+        log.log(logging.INFO if found.is_bitwise else logging.WARNING, "%s", found.text())
+
+    def moved(self) -> dict[str, float] | None:
+        """What the step that was called last moves, in this process; None where all state is on the device.
+
+        Bytes to and from the devices, and of the tier nvme: bytes, seconds in which the disks worked, and how many of
+        them the step stood still for.
+        """
+        nvme = getattr(self.step_fn, "moved", None)
+        if not any(self._moved) and nvme is None:
+            return None
+        to_device, from_device = self._moved
+        found: dict[str, float] = {"to_device_bytes": to_device, "from_device_bytes": from_device}
+        if nvme is not None:
+            found |= {
+                "nvme_read_bytes": nvme.bytes_read,
+                "nvme_written_bytes": nvme.bytes_written,
+                "nvme_bytes_per_s": nvme.bytes_per_s,
+                "nvme_hidden_s": nvme.hidden_s,
+                "nvme_exposed_s": nvme.exposed_s,
+            }
+        return found
+
+    def close(self) -> None:
+        if self.store is not None and self._is_open:
+            self.step_fn.close()
+            self.store.close()
+            self._is_open = False
+
+    def to_disk(self, arrays: Mapping[str, jax.Array]) -> dict[str, NvmeArray]:
+        """The leaves on disk instead of on the devices."""
+        return {path: self._write(path, x) for path, x in arrays.items()}
+
+    def _write(self, path: str, x: jax.Array) -> NvmeArray:
+        bounds = lambda box: tuple(
+            (s.start or 0, n if s.stop is None else s.stop) for s, n in zip(box, x.shape, strict=True)
+        )
+        parts = {bounds(shard.index): shard.data for shard in x.addressable_shards}
+
+        def fill(box: Box, out: np.ndarray) -> None:
+            np.copyto(out, parts[bounds(box)])
+
+        assert self.store is not None, "open() comes first"
+        return self.store.write(path, fill, fingerprint=of_array(x), is_finite=jax.jit(is_all_finite)(x))
+
+
+def _moved_bytes(plan: TrainState) -> tuple[int, int]:
+    """Bytes to and from the devices of this process in a step, as the plan has it: what is read is also written.
+
+    Parameters off the device are fetched for the forward and again for the backward pass. Gradients are left out.
+    """
+    to_device = from_device = 0
+    for path, x in tree.flatten(plan).items():
+        if tier_of(x) == "device":
+            continue
+        nbytes = leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) * len(x.sharding.addressable_devices)
+        fetches = 2 if path.startswith("params/") else 1
+        # With master weights the parameters are only written by the update, else they are read once more for it.
+        fetches += path.startswith("params/") and plan.master is None
+        to_device, from_device = to_device + fetches * nbytes, from_device + nbytes
+    return to_device, from_device

@@ -1,0 +1,53 @@
+"""Which of the training steps a plan needs: all of one signature, (state, batch) -> (state, metrics)."""
+
+from typing import Any
+
+import jax
+import optax
+
+from jaxckpt.errors import PlanError
+from jaxckpt.models.layers import Layers
+from jaxckpt.nvme.store import NvmeStore
+from jaxckpt.state.nvme import tier_of
+from jaxckpt.state.plan import Placement
+from jaxckpt.state.train_state import Model, TrainState
+from jaxckpt.update.gradients import Loss
+from jaxckpt.update.layered import make_layered_step
+from jaxckpt.update.nvme_step import make_nvme_step
+from jaxckpt.update.step import make_train_step
+
+
+def make_step(
+    model: Model,
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    plan: TrainState,
+    batch: Any,
+    *,
+    layers: Layers | None,
+    store: NvmeStore | None,
+    placement: Placement,
+    compute_dtype: Any,
+    **settings: Any,
+) -> Any:
+    """The step for states laid out as `plan`; jitted, or traced, lowered and called like a jitted function.
+
+    `store`: the files of the tier nvme, if anything is in it; it must be open when the step is called. `layers`: the model as a list of layer functions, which parameters off the device need. `settings`: the other arguments
+    of `make_train_step`. Raises PlanError where no step can do it.
+    """
+    if {tier_of(x) for x in jax.tree.leaves(plan.params)} == {"device"}:
+        settings |= {"placement": placement, "compute_dtype": compute_dtype}
+        if store is None:
+            return make_train_step(model, loss, tx, plan, batch, **settings)
+        return make_nvme_step(model, loss, tx, plan, batch, store, **settings)
+    problems = []
+    if layers is None:
+        problems.append(
+            "each layer must fetch its own weights, and the model is not known as a list of layer functions: give layers "
+            "(a jaxckpt.Layers), or with a configuration model.layers; a llama needs scan_layers: false"
+        )
+    if store is not None:
+        problems.append("no other state may be in the tier nvme at the same time: give it the tier pinned_host")
+    if problems or layers is None:
+        raise PlanError("parameters cannot live off the device here:\n" + "\n".join(f"  {p}" for p in problems))
+    return make_layered_step(model, layers, tx, plan, batch, placement=placement, **settings)
