@@ -32,6 +32,10 @@ class Gradients:
     """as the forward pass left it"""
     finite: jax.Array
     """bool[], whether the loss and the norm of the gradient are"""
+    sums: Any
+    """what `grads` are made from by `mean_gradient`: the gradient of the sum of losses, before any division"""
+    denominator: jax.Array
+    """float32[] that `sums` are divided by"""
     metrics: dict[str, jax.Array]
     """loss, grad_norm (before clipping), tokens (targets), finite, batch_digest (uint32[2])"""
 
@@ -53,20 +57,30 @@ def make_gradient_phase(
 
     def phase(params: Any, model_state: Any, step: jax.Array, batch: Any) -> Gradients:
         # What comes after must not change how XLA adds the gradient up over the devices: then all tiers have the same bits.
-        total, count, grads, model_state = jax.lax.optimization_barrier(
+        total, count, sums, model_state = jax.lax.optimization_barrier(
             gradients(params, model_state, batch, step_key(seed, step))
         )
         denominator = denominator_of(count)
         mean = total / denominator
-        grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / denominator, grads)
-        grad_norm = global_norm(grads)
-        if max_grad_norm is not None:
-            grads = jax.tree.map(lambda g: clipped(g, grad_norm, max_grad_norm), grads)
+        grad_norm = global_norm(jax.tree.map(lambda g: mean_gradient(g, denominator), sums))
+        grads = jax.tree.map(lambda g: mean_gradient(g, denominator, grad_norm, max_grad_norm), sums)
         finite = jnp.isfinite(mean) & jnp.isfinite(grad_norm)
         metrics = step_metrics(mean, grad_norm, count, finite, batch, plan)
-        return Gradients(grads, model_state, finite, metrics)
+        return Gradients(grads, model_state, finite, sums, denominator, metrics)
 
     return phase
+
+
+def mean_gradient(
+    g: jax.Array, denominator: jax.Array, norm: jax.Array | None = None, max_norm: float | None = None
+) -> jax.Array:
+    """A leaf of the gradient of the mean loss, clipped if there is a norm to clip to.
+
+    On CPU its bits are the same in all programs only where the update stands behind it in the same one: XLA fuses the two,
+    and rounds a product and a sum once instead of twice.
+    """
+    g = g.astype(jnp.promote_types(g.dtype, jnp.float32)) / denominator
+    return g if norm is None or max_norm is None else clipped(g, norm, max_norm)
 
 
 def denominator_of(count: jax.Array) -> jax.Array:
