@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "jaxckpt"
 FLOORS = [
     {"errors", "state", "models", "distributed"},
     {"update", "nvme", "snapshot", "data", "hf", "observe", "config"},
-    {"exactness", "arguments", "program", "beginning", "evaluation", "saving", "tiers"},
+    {"exactness", "arguments", "program", "beginning", "evaluation", "saving", "tiers", "reporting"},
     {"run"},
     {"build", "planning"},
     {"train", "cli", "__main__", "__init__"},

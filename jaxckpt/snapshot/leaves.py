@@ -1,5 +1,6 @@
 """The leaves of a training state as a snapshot stores them: by path, in full precision, as plain arrays."""
 
+import functools
 import math
 from pathlib import PurePath
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxckpt.errors import SnapshotError, listed
+from jaxckpt.nvme.array import NvmeArray, holders
 from jaxckpt.snapshot.shards import array_directory as array_directory
 from jaxckpt.state import tree
+from jaxckpt.state.nvme import tier_of
 from jaxckpt.state.train_state import TrainState, narrow
 
 
@@ -21,13 +25,13 @@ def stored_leaves(state: TrainState) -> dict[str, Any]:
 
 
 def leaf_table(state: TrainState) -> dict[str, dict[str, Any]]:
-    """JSON of every stored leaf: shape, dtype, partition spec and memory kind."""
+    """JSON of every stored leaf: shape, dtype, partition spec and where it lives, `memory_kind`."""
     return {
         path: {
             "shape": list(x.shape),
             "dtype": str(x.dtype),
             "spec": [list(a) if isinstance(a, tuple) else a for a in x.sharding.spec],
-            "memory_kind": x.sharding.memory_kind,
+            "memory_kind": tier_of(x),
         }
         for path, x in stored_leaves(state).items()
     }
@@ -72,10 +76,30 @@ def to_state(arrays: dict[str, jax.Array], plan: TrainState, compute_dtype: Any)
     full = tree.unflatten(_full(plan), arrays)
     if plan.master is None:
         return full
-    on_device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), plan.master)
-    params_shardings = jax.tree.map(lambda x: x.sharding, plan.params)
-    derive = jax.jit(lambda m: narrow(jax.device_put(m, on_device), compute_dtype)[0], out_shardings=params_shardings)
-    return TrainState(full.step, derive(full.params), full.params, full.opt_state, full.model_state)
+    # Leaf by leaf: the whole of the master weights need not fit on the devices.
+    derive = lambda x, p: jax.block_until_ready(_narrowing(x.sharding, p.sharding, compute_dtype)(_as_array(x)))
+    params = jax.tree.map(derive, full.params, plan.params)
+    return TrainState(full.step, params, full.params, full.opt_state, full.model_state)
+
+
+@functools.cache
+def _narrowing(master: NamedSharding, params: NamedSharding, compute_dtype: Any) -> Any:
+    """Jitted cast of a master weight, as every step casts it."""
+    on_device = master.with_memory_kind("device")
+    return jax.jit(lambda x: narrow(jax.device_put(x, on_device), compute_dtype)[0], out_shardings=params)
+
+
+def _as_array(x: Any) -> jax.Array:
+    """The leaf as what a jitted function can be given; one on disk is read."""
+    if not isinstance(x, NvmeArray):
+        return x
+    parts = [
+        jax.device_put(x.read(place), SingleDeviceSharding(device))
+        for place, devices in holders(x).items()
+        for device in devices
+        if place in x.files and device.process_index == jax.process_index()
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 def _full(state: TrainState) -> TrainState:

@@ -1,4 +1,5 @@
-"""The only place, with orbax_seam, that talks to Orbax: one directory holds `state` (sharded arrays), `data` and `meta` (JSON).
+"""Saves and loads by Orbax: one directory holds `state` (sharded arrays), `data` and `meta` (JSON). Only this file,
+orbax_seam and orbax_arrays talk to it.
 
 On disk the state is zarr3, one file a shard, uncompressed, small chunks with a crc32c each, so plain Orbax reads and
 verifies it without this package; leaf `a/b` lies in `state/a.b`. Orbax makes directories, metadata and the commit and
@@ -20,6 +21,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import types as serialization_types
 
 from jaxckpt.errors import DamagedSnapshot, SnapshotError
+from jaxckpt.snapshot import host_arrays
 from jaxckpt.snapshot.orbax_seam import TMP_SUFFIX as TMP_SUFFIX
 from jaxckpt.snapshot.orbax_seam import Directory, mover
 from jaxckpt.state import tree
@@ -52,6 +54,8 @@ def save_async(
     """
     logging.getLogger("absl").addFilter(_is_worth_a_line)
     mover().writing(directory)
+    if not mover().copies_host_memory:
+        state = {path: _on_device(x) if isinstance(x, jax.Array) else x for path, x in state.items()}
     context = _context(timeout_s)
     staged = _Staged(path for path, x in state.items() if isinstance(x, jax.Array))
     if staging_bytes is not None:
@@ -66,6 +70,17 @@ def save_async(
     if staging_bytes is not None:
         staged.wait(response)
     return response
+
+
+def takes_from_host(x: Any) -> bool:
+    """Whether a save copies the leaf from host memory and `host_sums` tells its fingerprint."""
+    return mover().copies_host_memory and host_arrays.stays_on_host(x)
+
+
+def host_sums(directory: Directory) -> dict[str, list[tuple[str, host_arrays.Sums]]]:
+    """{name of an array: (which part, what it adds to the fingerprint)} of what this process has written of the leaves
+    that `takes_from_host`, once the save of `directory` is done. They are told once."""
+    return mover().sums_of_host_arrays(directory)
 
 
 def load_state(
@@ -208,6 +223,10 @@ def _largest_read(directory: Directory, target: dict[str, jax.ShapeDtypeStruct])
         nbytes = np.dtype(x.dtype).itemsize * math.prod((-(-n // c) + 1) * c for n, c in zip(shard, chunk, strict=True))
         largest = max(largest, nbytes)
     return largest
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, x.sharding.with_memory_kind("device")) if x.sharding.memory_kind == "pinned_host" else x
 
 
 def _is_key(x: Any) -> bool:

@@ -8,24 +8,22 @@ self-test fails, gets one warning and Orbax's own way.
 import asyncio
 import functools
 import inspect
-import json
 import logging
 import math
 import os
 import sys
 import tempfile
 import types
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
-from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.serialization import (
     jax_array_handlers,
@@ -34,26 +32,27 @@ from orbax.checkpoint._src.serialization import (
     serialization,
     tensorstore_utils,
 )
-from orbax.checkpoint._src.serialization import types as serialization_types
 
-from jaxckpt.errors import DamagedSnapshot, SnapshotError
-from jaxckpt.snapshot import direct, direct_arrays, paths
+from jaxckpt.errors import DamagedSnapshot
+from jaxckpt.snapshot import direct, direct_arrays, host_arrays
 from jaxckpt.snapshot.direct_file import Counters, Workers
+from jaxckpt.snapshot.orbax_arrays import array_info, store_checked_chunks
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
-REMOTE_CHUNK_BYTES = 4 << 20  # the least of a chunk where it costs a request to a server
 # What the functions that we stand in for take, and which function calls them by these names.
 SIGNATURES = {
+    "transfer_arrays_to_host": "arrays replica_id use_replica_parallel min_slice_bytes_for_replica_parallel "
+    "max_replicas_for_replica_parallel enable_pinned_host_transfer",
     "async_serialize_from_host": "rslices_on_host tensorstore_spec context primary_host transaction byte_limiter",
     "async_deserialize": "user_sharding tensorstore_spec global_shape dtype byte_limiter context assume_metadata strict",
 }
 CALLERS = {
+    "transfer_arrays_to_host": "_serialize_arrays_batches_without_dispatcher",
     "async_serialize_from_host": "_async_serialize_replica_slices",
     "build_array_write_spec": "_async_serialize_replica_slices",
     "async_deserialize": "_deserialize_arrays",
 }
 SLOW = "snapshots are moved by Orbax alone, which is slower: %s"
-PROBE = "probe"
 log = logging.getLogger("jaxckpt")
 
 Directory = str | os.PathLike[str]
@@ -87,19 +86,32 @@ class Mover:
         self._reading: dict[str, _Reading] = {}
         self._batches: dict[asyncio.AbstractEventLoop, _Batch] = {}
         self._trusted: dict[int, bool] = {}  # {number of a file system: whether the self-test passed there}
+        self._sums: dict[str, dict[str, list[tuple[str, host_arrays.Sums]]]] = {}  # by parent, and by name of the array
         store_checked_chunks(self._is_ours)
         self._problem = _unknown_seam()
         if self._problem is None:
             self._write, self._read = serialization.async_serialize_from_host, serialization.async_deserialize
             serialization.async_serialize_from_host, serialization.async_deserialize = self.serialize, self.deserialize
+            self._transfer = replica_slices.transfer_arrays_to_host
+            replica_slices.transfer_arrays_to_host = self.transfer
         else:
             log.warning(SLOW, self._problem)
 
     def writing(self, directory: Directory) -> None:
         """Looks after the arrays that are written to `directory` from now on, and to no other one beside it."""
         parent = os.path.dirname(os.fspath(directory))
-        self._writing[parent] = os.fspath(directory)
+        self._writing[parent], self._sums[parent] = os.fspath(directory), {}
         self.is_trusted(parent)  # now, and not in the middle of the save
+
+    @property
+    def copies_host_memory(self) -> bool:
+        """Whether arrays in pinned host memory are copied from where they lie; Orbax alone would write views of them."""
+        return self._problem is None
+
+    def sums_of_host_arrays(self, directory: Directory) -> dict[str, list[tuple[str, host_arrays.Sums]]]:
+        """{name of an array: (which part, what it adds to the fingerprint) of what this process has written of it}, of
+        arrays in pinned host memory."""
+        return self._sums.pop(os.path.dirname(os.fspath(directory)), {})
 
     @contextmanager
     def reading(self, directory: Directory, target: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[Exception]]:
@@ -136,6 +148,34 @@ class Mover:
                 log.warning(SLOW, f"the self-test in {directory} failed ({type(e).__name__}: {e})")
         return self._trusted[device]
 
+    def transfer(
+        self,
+        arrays: Sequence[jax.Array],
+        replica_id: int | None,
+        use_replica_parallel: bool,
+        min_slice_bytes_for_replica_parallel: int | None = None,
+        max_replicas_for_replica_parallel: int | None = None,
+        *,
+        enable_pinned_host_transfer: bool = False,
+    ) -> list[Any]:
+        """In place of Orbax's transfer_arrays_to_host, which takes views of arrays that are in host memory already."""
+        found = dict.fromkeys(range(len(arrays)))
+        elsewhere = [i for i, x in enumerate(arrays) if x.sharding.memory_kind != "pinned_host"]
+        if elsewhere:
+            moved = self._transfer(
+                [arrays[i] for i in elsewhere], replica_id, use_replica_parallel, min_slice_bytes_for_replica_parallel,
+                max_replicas_for_replica_parallel, enable_pinned_host_transfer=enable_pinned_host_transfer,
+            )  # fmt: skip
+            found.update(zip(elsewhere, moved, strict=True))
+        # Whole shards of one replica: to cut them into a part a replica is a computation on the device.
+        here = {i: replica_slices.get_replica_slices(arrays[i], replica_id, False) for i in found if i not in elsewhere}
+        parts = [part.unsliced_data for slices in here.values() for part in slices.replica_slices]
+        copies = iter(host_arrays.copy_all(parts, self.workers))
+        for i, slices in here.items():
+            held = [replace(part, unsliced_data=next(copies)) for part in slices.replica_slices]
+            found[i] = replace(slices, is_on_host=True, replica_slices=held)
+        return list(found.values())
+
     async def serialize(
         self,
         rslices_on_host: Any,
@@ -147,12 +187,19 @@ class Mover:
         byte_limiter: Any = None,
     ) -> None:
         """In place of Orbax's async_serialize_from_host: writes what this process holds of one array."""
-        root = _file_path(tensorstore_spec)
-        parent = next((parent for parent, ours in self._writing.items() if _lies_in(root, ours)), None)
+        array, root = _path(tensorstore_spec), _file_path(tensorstore_spec)
+        ours = next((parent for parent, directory in self._writing.items() if _lies_in(array, directory)), None)
         layout = None
-        if parent is not None and transaction is None and rslices_on_host.is_on_host and self.is_trusted(parent):
+        if root and ours is not None and transaction is None and rslices_on_host.is_on_host and self.is_trusted(ours):
             layout = direct.layout_of({**tensorstore_spec["metadata"], "data_type": tensorstore_spec["dtype"]})
+        parts = [(part.index, part.value) for part in rslices_on_host.to_fragments().fragments]
         async with self._batch() as batch:
+            whole = jax.ShapeDtypeStruct(
+                rslices_on_host.global_shape, rslices_on_host.dtype, sharding=rslices_on_host.sharding
+            )
+            if ours is not None and host_arrays.stays_on_host(whole):
+                sums = await host_arrays.sums_of_parts(parts, whole.shape, self.workers)
+                self._sums[ours][os.path.basename(array)] = sums
             if layout is None or tuple(rslices_on_host.local_shape) != layout.shard:
                 return await self._write(
                     rslices_on_host, tensorstore_spec, context=context, primary_host=primary_host,
@@ -160,7 +207,6 @@ class Mover:
                 )  # fmt: skip
             if primary_host is None or jax.process_index() == primary_host:
                 await ts.open(ts.Spec(tensorstore_spec), create=True, open=True, context=context)
-            parts = [(part.index, part.value) for part in rslices_on_host.to_fragments().fragments]
             batch.files += await direct_arrays.write_array(
                 root, layout, parts, self.workers, _reserve(byte_limiter), self.counters
             )
@@ -239,10 +285,7 @@ class Mover:
         sharding = NamedSharding(Mesh(np.array(devices), ("d",)), PartitionSpec("d"))
         x = jax.device_put(a, sharding)
         path = os.path.join(scratch, "step" + TMP_SUFFIX)
-        info = serialization_types.ParamInfo(
-            name="x", parent_dir=epath.Path(path), use_zarr3=True, use_compression=False, is_ocdbt_checkpoint=False,
-            ts_context=tensorstore_utils.get_ts_context(use_ocdbt=False),
-        )  # fmt: skip
+        info = array_info("x", path)
         before = (self.counters.files_written, self.counters.files_read)
         self._writing[scratch] = os.path.join(scratch, "step")
         self._reading[path] = _Reading({})
@@ -282,59 +325,12 @@ def _zeros(target: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(target.shape, target.sharding, part)
 
 
-def store_checked_chunks(is_ours: Callable[[str], bool]) -> None:
-    """Makes Orbax store our arrays in small chunks with a crc32c each, for which it has no option.
-
-    Raises SnapshotError where this Orbax would not.
-    """
-    found = "another function build_array_write_spec"
-    try:
-        # How often tensorstore asks a server again: an Orbax Context does not carry it.
-        tensorstore_utils._BASE_TS_CONTEXT.update(paths.tensorstore_context())
-        build = tensorstore_utils.build_array_write_spec
-
-        def build_checked(info: Any, *args: Any, **kwargs: Any) -> Any:
-            spec = build(info, *args, **kwargs)
-            if is_ours(info.parent_dir.as_posix()) or info.name is PROBE:
-                _set_chunks(spec.json)
-            return spec
-
-        tensorstore_utils.build_array_write_spec = build_checked
-        info = serialization_types.ParamInfo(
-            name=PROBE,
-            parent_dir=epath.Path("/nowhere"),
-            use_zarr3=True,
-            use_compression=False,
-            ts_context=ts.Context(),
-        )
-        spec = build_checked(info, global_shape=(4, 4), local_shape=(2, 4), dtype=np.dtype("float32"), use_ocdbt=False)
-        found = json.dumps(spec.json)
-        layout = direct.layout_of({**spec.json["metadata"], "data_type": spec.json["dtype"]})
-        assert layout == direct.Layout((4, 4), (2, 4), (2, 4), np.dtype("float32"))
-    except (AttributeError, TypeError, LookupError, AssertionError) as e:
-        raise SnapshotError(
-            "this orbax-checkpoint cannot be made to write checksums: expected the codecs sharding_indexed[bytes, crc32c], "
-            f"found {found}. Install the version that jaxckpt's pyproject.toml asks for."
-        ) from e
-
-
-def _set_chunks(spec: dict[str, Any]) -> None:
-    array = spec.get("base", spec)  # a cast stands around the array's own spec
-    shard = tuple(array["metadata"]["chunk_grid"]["configuration"]["chunk_shape"])
-    itemsize = jnp.dtype(array["dtype"]).itemsize
-    if array["kvstore"]["driver"] == "file":
-        chunk = direct.local_chunk_shape(shard, itemsize)
-    else:
-        chunk = direct.chunk_shape(shard, itemsize, least_bytes=REMOTE_CHUNK_BYTES)
-    assert array["metadata"]["codecs"][0]["name"] == "sharding_indexed"
-    array["metadata"]["codecs"] = direct.codecs(chunk)
-
-
 def _unknown_seam() -> str | None:
     """What differs around the two functions of Orbax's that we stand in for; None where nothing does."""
     for name, expected in SIGNATURES.items():
+        module = replica_slices if name == "transfer_arrays_to_host" else serialization
         try:
-            found = " ".join(inspect.signature(getattr(serialization, name)).parameters)
+            found = " ".join(inspect.signature(getattr(module, name)).parameters)
         except (AttributeError, TypeError, ValueError) as e:
             found = repr(e)
         if found != expected:
@@ -343,8 +339,9 @@ def _unknown_seam() -> str | None:
         code = getattr(getattr(jax_array_handlers, caller, None), "__code__", None)
         if code is None or name not in _names(code):
             return f"Orbax's private function {caller} does not call {name}"
-    if getattr(jax_array_handlers, "serialization", None) is not serialization:
-        return "Orbax's module jax_array_handlers does not use the module serialization"
+    for module in (serialization, replica_slices):
+        if getattr(jax_array_handlers, name := module.__name__.rpartition(".")[2], None) is not module:
+            return f"Orbax's module jax_array_handlers does not use the module {name}"
     return None
 
 
@@ -356,9 +353,18 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _file_path(spec: Any) -> str:
     """The directory of the array that a tensorstore spec describes, "" where it is not zarr3 on local files."""
+    path = _path(spec)
+    return "" if "://" in path else path
+
+
+def _path(spec: Any) -> str:
+    """The same, also on gs://."""
     array = spec.get("base", spec) if isinstance(spec, dict) else {}
     store = array.get("kvstore", {})
-    return os.path.normpath(store["path"]) if array.get("driver") == "zarr3" and store.get("driver") == "file" else ""
+    if array.get("driver") != "zarr3" or store.get("driver") not in ("file", "gcs"):
+        return ""
+    path = os.path.normpath(store["path"])
+    return path if store["driver"] == "file" else f"gs://{store['bucket']}/{path}"
 
 
 def _lies_in(path: str, directory: str) -> bool:

@@ -11,7 +11,9 @@ from etils import epath
 
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot, JaxckptError, SnapshotError, listed
-from jaxckpt.snapshot import orbax_io, packing, shards, steps
+from jaxckpt.nvme import array
+from jaxckpt.nvme.store import NvmeStore
+from jaxckpt.snapshot import host_arrays, orbax_io, packing, shards, steps, streamed
 from jaxckpt.snapshot.environment import version
 from jaxckpt.snapshot.leaves import check_leaves, from_words, leaf_table, stored_leaves, to_state, words
 from jaxckpt.snapshot.manifest import FORMAT, check_files, hash_problems, read_manifest
@@ -37,6 +39,7 @@ def read_snapshot(
     *,
     group: Group,
     compute_dtype: Any = None,
+    store: NvmeStore | None = None,
     timeout_s: float = 600.0,
     restore_bytes: int | None = None,
 ) -> Snapshot:
@@ -47,7 +50,8 @@ def read_snapshot(
     meta = read_meta(root, step)
     check_leaves(steps.step_path(root, step), meta["leaves"], leaf_table(plan))
     leaves = stored_leaves(plan)
-    arrays = read_leaves(root, step, leaves, group=group, timeout_s=timeout_s, restore_bytes=restore_bytes)
+    limits = {"timeout_s": timeout_s, "restore_bytes": restore_bytes}
+    arrays = read_leaves(root, step, leaves, group=group, store=store, **limits)
     data = orbax_io.read_json(steps.step_path(root, step), "data")
     return Snapshot(to_state(arrays, plan, compute_dtype), data, meta)
 
@@ -84,13 +88,15 @@ def check_sayings(root: epath.Path, step: int) -> None:
 def read_leaves(
     root: epath.Path,
     step: int,
-    target: Mapping[str, jax.ShapeDtypeStruct],
+    target: Mapping[str, Any],
     *,
     group: Group,
+    store: NvmeStore | None = None,
     timeout_s: float = 600.0,
     restore_bytes: int | None = None,
-) -> dict[str, jax.Array]:
-    """The leaves that `target` names, made straight in its shardings and memory kinds; others are not read.
+) -> dict[str, Any]:
+    """The leaves that `target` names, made straight in its shardings and memory kinds, those on local disks in `store`;
+    others are not read.
 
     Raises DamagedSnapshot where a file, a checksum or a leaf's fingerprint is not what was saved, SnapshotError where it
     cannot be read for another reason; every process of `group` raises alike.
@@ -100,24 +106,35 @@ def read_leaves(
         raise damaged(directory, problems)
     manifest = read_manifest(root, step)
     plain = words(dict(target))
-    large = {path: x for path, x in plain.items() if path not in manifest["packed"]}
-    small = {path: x for path, x in plain.items() if path in manifest["packed"]}
-    preparing = threading.Thread(target=fingerprint.prepare, args=(list(large.values()),))
+    on_disk = array.on_disk(plain)
+    large = {path: x for path, x in plain.items() if path not in manifest["packed"] and path not in on_disk}
+    small = {path: x for path, x in plain.items() if path in manifest["packed"] and path not in on_disk}
+    on_host = {path for path, x in large.items() if host_arrays.stays_on_host(x)}
+    on_device = {path: x for path, x in large.items() if path not in on_host}
+    preparing = threading.Thread(target=fingerprint.prepare, args=(list(on_device.values()),))
     preparing.start()  # compiles while the bytes are read
-    arrays: dict[str, jax.Array] = {}
+    arrays: dict[str, Any] = {}
     error = None
+    entries: streamed.Entries = {path: [] for path in on_disk}
     try:
         if large:
             arrays = orbax_io.load_state(directory, large, timeout_s=timeout_s, restore_bytes=restore_bytes)
         arrays.update(_read_packed(directory, manifest, small))
+        written, entries = streamed.read_into(
+            store, directory, on_disk, manifest["fingerprints"], restore_bytes=restore_bytes
+        )
+        arrays.update(written)
     except Exception as e:
         error = json.dumps({"is_damage": _is_damage(e), "text": root_cause(e)})
     finally:
         preparing.join()
     _raise_alike(directory, group.errors("read the snapshot", error))
-    # On the devices, where the arrays now live: this covers the disk, the host's memory and every copy between.
-    found = {path: fingerprint.of_array(arrays[path]) for path in large}
-    wrong = [path for path, x in found.items() if fingerprint.to_hex(x) != manifest["fingerprints"].get(path)]
+    # Where the arrays now live: this covers the disk, the host's memory and every copy between.
+    on_devices = {path: fingerprint.of_array(arrays[path]) for path in on_device}
+    found = host_arrays.fingerprints({path: arrays[path] for path in large if path in on_host}, group)
+    found.update({path: fingerprint.to_hex(x) for path, x in on_devices.items()})
+    found.update(host_arrays.added_up(entries, {path: x.shape for path, x in on_disk.items()}, group))
+    wrong = [path for path, x in found.items() if x != manifest["fingerprints"].get(path)]
     if wrong:
         raise damaged(directory, [f"leaf {path!r}: other bits than were saved (fingerprint)" for path in wrong])
     return from_words({path: arrays[path] for path in plain}, dict(target))

@@ -14,7 +14,9 @@ from etils import epath
 
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot, SaveError, SnapshotError
-from jaxckpt.snapshot import manifest, orbax_io, packing, paths, restore, steps
+from jaxckpt.nvme import array
+from jaxckpt.nvme.store import NvmeStore
+from jaxckpt.snapshot import completion, linked, manifest, orbax_io, packing, paths, restore, steps
 from jaxckpt.snapshot.leaves import array_directory, num_bytes, stored_leaves, words
 from jaxckpt.snapshot.lock import RunLock
 from jaxckpt.snapshot.restore import Snapshot
@@ -37,7 +39,8 @@ class Snapshots:
     `close`: a process that leaves without waiting loses the save that is under way.
 
     staging_bytes: host memory that a save may take for copies of device memory. restore_bytes: what a restore may have
-    in flight. None leaves them unbounded.
+    in flight. copy_bytes_per_s: how fast leaves on local disks are copied to a run_dir on another file system; on the same
+    one they are linked. None leaves them unbounded.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Snapshots:
         on_failure: Literal["stop", "continue"] = "stop",
         staging_bytes: int | None = None,
         restore_bytes: int | None = 4 << 30,
+        copy_bytes_per_s: float | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self.run_dir = paths.resolve(run_dir)
@@ -61,6 +65,7 @@ class Snapshots:
         self.retention = Retention(keep, keep_every, keep_best, best_metric, best_mode)
         self.every, self.every_minutes, self.on_failure = every, every_minutes, on_failure
         self.staging_bytes, self.restore_bytes, self.timeout_s = staging_bytes, restore_bytes, timeout_s
+        self.copy_bytes_per_s = copy_bytes_per_s
         self._check_arguments()
         self._job: threading.Thread | None = None
         self._error: SaveError | None = None
@@ -114,8 +119,11 @@ class Snapshots:
         """The `meta` of a step, without arrays. Raises SnapshotError where this version cannot read it."""
         return restore.read_meta(self.root, step)
 
-    def restore(self, step: int, plan: TrainState, *, compute_dtype: Any = None) -> Snapshot:
-        """The snapshot of `step`, laid out as `plan`, every bit of it checked.
+    def restore(
+        self, step: int, plan: TrainState, *, compute_dtype: Any = None, store: NvmeStore | None = None
+    ) -> Snapshot:
+        """The snapshot of `step`, laid out as `plan`, every bit of it checked. Leaves that the plan has on local disks are
+        written to `store`.
 
         Raises SnapshotError with every leaf that does not fit, DamagedSnapshot where a leaf or file is not what was
         saved, on every process alike.
@@ -126,6 +134,7 @@ class Snapshots:
             plan,
             group=self.group,
             compute_dtype=compute_dtype,
+            store=store,
             timeout_s=self.timeout_s,
             restore_bytes=self.restore_bytes,
         )
@@ -160,12 +169,18 @@ class Snapshots:
         self._error, self._is_told = None, False
         step = int(snapshot.meta["step"])
         directory = steps.step_path(self.root, step)
-        large, small = packing.split(words(stored_leaves(snapshot.state)))
-        needed = sum(num_bytes(x) for x in large.values()) + packing.packed_bytes(small) + _SPARE_BYTES
+        leaves = words(stored_leaves(snapshot.state))
+        on_disk = array.on_disk(leaves)
+        large, small = packing.split({path: x for path, x in leaves.items() if path not in on_disk})
+        held = None
         try:
-            self.group.from_primary("start a snapshot", lambda: self._check_place(needed))
+            needed = sum(num_bytes(x) for x in (*large.values(), *on_disk.values())) + packing.packed_bytes(small)
+            self.group.from_primary("start a snapshot", lambda: self._check_place(needed + _SPARE_BYTES))
+            held = completion.hold(on_disk, step, self.group, copy_bytes_per_s=self.copy_bytes_per_s)
+            on_host = {path: x for path, x in large.items() if orbax_io.takes_from_host(x)}
             # Dispatched before the caller may donate the arrays; the values are waited for in the background.
-            fingerprints = {path: fingerprint.of_array(x) for path, x in large.items()}
+            fingerprints = {path: fingerprint.of_array(x) for path, x in large.items() if path not in on_host}
+            fingerprints.update({path: x.fingerprint for path, x in on_disk.items()})
             host = packing.to_host(small)
             packed, table = packing.pack(host)
             response = orbax_io.save_async(
@@ -177,20 +192,30 @@ class Snapshots:
                 staging_bytes=self.staging_bytes,
             )
         except Exception as e:
+            if held is not None:
+                held.release()
             self._error = self._failed(step, e)
             self.check()
             return
 
-        def commit() -> None:
-            self._check_complete(directory, large)
-            text = manifest.describe(directory, step=step, fingerprints=_hex(fingerprints, host), packed=table)
+        shapes = {path: x.shape for path, x in on_host.items()}
+        arrays = list(large)
+
+        def complete() -> dict[str, str]:
+            found = completion.complete(directory, response, held, shapes, group=self.group, timeout_s=self.timeout_s)
+            return {**found, **_hex(fingerprints, host)}
+
+        def commit(found: Mapping[str, str]) -> None:
+            self._check_complete(directory, arrays)
+            linked.describe(directory, held.leaves)
+            text = manifest.describe(directory, step=step, fingerprints=found, packed=table)
             before_commit()
             if self._lock is not None:
                 self._lock.check()
             steps.commit(self.root, step, manifest=text, metrics=dict(metrics or {}))
             self._metrics[step] = dict(metrics or {})
 
-        self._job = threading.Thread(target=self._finish, args=(step, response, commit), name=f"jaxckpt-save-{step}")
+        self._job = threading.Thread(target=self._finish, args=(step, complete, commit), name=f"jaxckpt-save-{step}")
         self._job.start()
 
     def check(self) -> None:
@@ -216,11 +241,13 @@ class Snapshots:
             self._job.join()
             self._job = None
 
-    def _finish(self, step: int, response: Any, commit: Callable[[], None]) -> None:
+    def _finish(
+        self, step: int, complete: Callable[[], dict[str, str]], commit: Callable[[Mapping[str, str]], None]
+    ) -> None:
         try:
-            response.result(timeout=self.timeout_s)
+            fingerprints = complete()
             if self.group.is_primary:
-                commit()
+                commit(fingerprints)
         except BaseException as e:
             self._error = self._failed(step, e)
             if not threading.main_thread().is_alive():
@@ -265,6 +292,8 @@ class Snapshots:
             problems.append(f"every={self.every!r} must be an integer of at least 1, or None")
         if self.every_minutes is not None and not _is_positive(self.every_minutes):
             problems.append(f"every_minutes={self.every_minutes!r} must be a positive number, or None")
+        if self.copy_bytes_per_s is not None and not _is_positive(self.copy_bytes_per_s):
+            problems.append(f"copy_bytes_per_s={self.copy_bytes_per_s!r} must be a positive number, or None")
         if not _is_positive(self.timeout_s):
             problems.append(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
         if self.on_failure not in ("stop", "continue"):
@@ -304,7 +333,7 @@ class Snapshots:
                 "run_dir."
             )
 
-    def _check_complete(self, directory: epath.Path, large: Mapping[str, Any]) -> None:
+    def _check_complete(self, directory: epath.Path, large: list[str]) -> None:
         if missing := [
             path for path in large if not (directory / "state" / array_directory(path) / "zarr.json").exists()
         ]:

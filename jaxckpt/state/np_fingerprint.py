@@ -27,7 +27,7 @@ def np_fingerprint(
     if a.ndim == 0:
         a, starts, shape = a[None], None, None
     starts = tuple(starts) if starts is not None else (0,) * a.ndim
-    per_word = _elements_per_word(tuple(shape) if shape is not None else a.shape, a.dtype)
+    per_word = elements_per_word(tuple(shape) if shape is not None else a.shape, a.dtype)
     if starts[-1] % per_word or a.shape[-1] % per_word:
         raise ValueError(f"the block at {starts} of shape {a.shape} cuts words of {per_word} elements of {a.dtype}")
     total = np.zeros(2, np.uint32)
@@ -49,7 +49,7 @@ def np_fingerprints(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         if at_once < 2 or not math.prod(shape):
             found.update({name: np_fingerprint(arrays[name]) for name in names})
             continue
-        is_packed_here = _elements_per_word(shape, dtype) > 1
+        is_packed_here = elements_per_word(shape, dtype) > 1
         for i in range(0, len(names), at_once):
             some = names[i : i + at_once]
             words = np.stack([_np_words(arrays[name].reshape(shape), is_packed_here) for name in some])
@@ -65,7 +65,7 @@ class PartialFingerprint:
     def __init__(self, shape: Sequence[int], dtype: Any) -> None:
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         self._sums = np.zeros(2, np.uint32)
-        self._per_word = _elements_per_word(self.shape, self.dtype)
+        self._per_word = elements_per_word(self.shape, self.dtype)
         # {index of a word along the last axis: the words there, put together from the blocks on its two sides}
         self._cut: dict[int, np.ndarray] = {}
 
@@ -146,7 +146,8 @@ def _np_words(a: np.ndarray, packed: bool) -> np.ndarray:
     return a.view({8: np.uint8, 16: np.uint16}[bits]).astype(np.uint32)
 
 
-def _elements_per_word(shape: tuple[int, ...], dtype: np.dtype) -> int:
+def elements_per_word(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """How many neighbours along the last axis share a word."""
     return 32 // bits_of(dtype) if is_packed(shape, dtype, bits_of(dtype)) else 1
 
 

@@ -1,0 +1,182 @@
+"""Leaves that live on local disks, in a snapshot: hard links of their files, which are shard files of its own format already.
+
+Before the save returns each file gets a second name in its store's directory `held`, and is never written to again. In the
+background the held files get their names in the snapshot, or are copied where it lies on another file system or on gs://,
+and are let go. A held file that a killed process leaves is swept with the store's directory.
+"""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from etils import epath
+
+from jaxckpt.errors import SnapshotError, listed
+from jaxckpt.nvme.array import NvmeArray, Place
+from jaxckpt.snapshot import direct_file, gcs, orbax_arrays
+from jaxckpt.snapshot.paths import is_local
+from jaxckpt.snapshot.shards import array_directory
+
+BLOCK_BYTES = 8 << 20
+_THREADS = 8
+# The snapshot lies on another file system, on one without hard links, or the file has as many names as it may.
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
+
+
+class Held:
+    """The files of a step's leaves on disk that this process saves, held until `place` has brought them into the snapshot.
+
+    copy_bytes_per_s: what copies take at most of the disk, where they must be copied; None leaves them unbounded.
+    """
+
+    def __init__(self, leaves: Mapping[str, NvmeArray], step: int, *, copy_bytes_per_s: float | None = None) -> None:
+        """Raises OSError where a file cannot be held, and SnapshotError where its disk has no room for what takes its place."""
+        self.leaves = dict(leaves)
+        self._pace = _Pace(copy_bytes_per_s)
+        self._files: dict[tuple[str, Place], str] = {}
+        self._directories: set[str] = set()
+        try:
+            self._check_room()
+            for path, x in self.leaves.items():
+                x.check_current()
+                for place, file in x.owned.items():
+                    self._files[path, place] = self._hold(path, place, file, f"step_{step:010d}")
+        except BaseException:
+            self.release()
+            raise
+
+    def place(self, directory: epath.Path) -> None:
+        """Gives the files their names below `directory`, the snapshot that Orbax has written, and makes them last; then
+        they are held no longer. Raises OSError."""
+        try:
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-link") as pool:
+                jobs = [
+                    pool.submit(self._bring, held, _target(directory, path, place), self.leaves[path].layout.file_bytes)
+                    for (path, place), held in self._files.items()
+                ]
+            for job in jobs:
+                job.result()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Lets the files go. Their directories belong to the store, and may be gone already."""
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        self._directories, self._files = set(), {}
+
+    def _check_room(self) -> None:
+        """A held file is the snapshot's: the store makes a new one in its place, and a step that finds no room ends the run."""
+        needed: dict[int, int] = defaultdict(int)
+        where: dict[int, str] = {}
+        for x in self.leaves.values():
+            for file in x.owned.values():
+                device = os.stat(file).st_dev
+                needed[device] += x.layout.file_bytes
+                where.setdefault(device, os.path.dirname(file))
+        problems = []
+        for device, nbytes in needed.items():
+            free = shutil.disk_usage(where[device]).free
+            if free < nbytes:
+                problems.append(
+                    f"{where[device]}: {nbytes / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free"
+                )
+        if problems:
+            raise SnapshotError(
+                "the disks of the nvme tier have no room for new working files in the place of those that the snapshot "
+                "takes:\n" + listed(problems) + "\nFree some, or keep fewer snapshots (snapshots.keep)."
+            )
+
+    def _hold(self, path: str, place: Place, file: str, step: str) -> str:
+        directory = os.path.join(_store_directory(file), "held", step)
+        self._directories.add(directory)
+        held = os.path.join(directory, array_directory(path), *map(str, place))
+        os.makedirs(os.path.dirname(held), exist_ok=True)
+        os.link(file, held)
+        return held
+
+    def _bring(self, held: str, target: epath.Path, nbytes: int) -> None:
+        if os.path.getsize(held) != nbytes:
+            raise OSError(errno.EIO, f"{os.path.getsize(held)} bytes, expected {nbytes}", held)
+        if not is_local(target):
+            gcs.upload(held, os.fspath(target))
+            return
+        path = os.fspath(target)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            os.link(held, path)
+        except OSError as e:
+            if e.errno not in _NO_LINK:
+                raise
+            _copy(held, path, self._pace)
+        direct_file.sync(path)
+
+
+def describe(directory: epath.Path, leaves: Mapping[str, NvmeArray]) -> None:
+    """Adds the leaves, whose files all processes have placed, to what Orbax has written of the other ones. The primary
+    calls it. Raises OSError where a file is missing or has another size."""
+    problems = []
+    for path, x in leaves.items():
+        whole = tuple(slice(0, n) for n in x.shape)
+        expected = {os.fspath(_target(directory, path, place)) for place in x.layout.shards_of(whole)}
+        found = _sizes(directory / "state" / array_directory(path))
+        problems += [f"{file}: missing" for file in sorted(expected - found.keys())]
+        problems += [
+            f"{file}: {n} bytes, expected {x.layout.file_bytes}"
+            for file, n in sorted(found.items())
+            if n != x.layout.file_bytes
+        ]
+    if problems:
+        raise OSError("not all files of the nvme tier have come into the snapshot:\n" + listed(problems))
+    orbax_arrays.add_arrays(directory / "state", {path: (x.layout, x.sharding) for path, x in leaves.items()})
+
+
+class _Pace:
+    """Keeps several threads together under so many bytes a second."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, nbytes: int) -> None:
+        """Returns when `nbytes` more may be moved."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + nbytes / self._bytes_per_s
+        time.sleep(start - now)
+
+
+def _copy(source: str, target: str, pace: _Pace) -> None:
+    with open(source, "rb", buffering=0) as old, open(target, "wb", buffering=0) as new:
+        size, done = os.fstat(old.fileno()).st_size, 0
+        while done < size:
+            pace.wait(min(BLOCK_BYTES, size - done))
+            n = os.sendfile(new.fileno(), old.fileno(), done, min(BLOCK_BYTES, size - done))
+            if not n:
+                raise OSError(errno.EIO, f"only {done} of {size} bytes could be copied", source)
+            done += n
+
+
+def _store_directory(file: str) -> str:
+    """The directory of the store that a working file belongs to: <directory>/work/<leaf>/<file>."""
+    return os.path.dirname(os.path.dirname(os.path.dirname(file)))
+
+
+def _target(directory: epath.Path, path: str, place: Place) -> epath.Path:
+    return directory.joinpath("state", array_directory(path), "c", *map(str, place))
+
+
+def _sizes(directory: epath.Path) -> dict[str, int]:
+    if not is_local(directory):
+        return gcs.objects_under(os.fspath(directory))
+    names = [os.path.join(d, name) for d, _, ns in os.walk(directory) for name in ns]
+    return {name: os.path.getsize(name) for name in names}

@@ -1,0 +1,308 @@
+"""Snapshots of state that lies in pinned host memory and on local disks: exact, without tearing, and free to move."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from contextlib import nullcontext as nothing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxckpt.distributed.sync import Group
+from jaxckpt.errors import DamagedSnapshot, OffloadError, SaveError
+from jaxckpt.nvme.store import NvmeStore
+from jaxckpt.snapshot.leaves import leaf_table
+from jaxckpt.snapshot.manifest import FORMAT
+from jaxckpt.snapshot.restore import Snapshot
+from jaxckpt.snapshot.snapshot import Snapshots
+from jaxckpt.snapshot.steps import step_path
+from jaxckpt.snapshot.verify import verify
+from jaxckpt.state import fingerprint, tree
+from jaxckpt.state.nvme import NvmeStruct, tier_of
+from jaxckpt.state.plan import Placement, make_plan
+from jaxckpt.state.train_state import TrainState, narrow
+from runs import final_leaves
+from tiny import differing, mesh_of
+
+RULES = [("w", P("fsdp", "tensor"))]
+HOST = Placement(master="pinned_host", opt_state="pinned_host")
+
+
+def disk(tmp_path, *names, **groups):
+    """All of the optimizer's state on disk, in these directories."""
+    dirs = [str(tmp_path / name) for name in names or ["nvme"]]
+    for one in dirs:
+        os.makedirs(one, exist_ok=True)
+    return Placement(opt_state="nvme", nvme_dirs=tuple(dirs), **groups)
+
+
+def init(step=0, compute_dtype=None):
+    """A state with leaves of several kinds, other ones for each step."""
+    rng = np.random.default_rng(step)
+    leaves = lambda: {
+        name: rng.standard_normal(shape, np.float32)
+        for name, shape in {"w": (512, 512), "v": (1024, 256), "b": (64,)}.items()
+    }
+    weights, mu = leaves(), leaves()
+    nu = {name: np.square(x).astype(jnp.bfloat16) for name, x in mu.items()}
+    params, master = narrow(weights, compute_dtype)
+    return TrainState(np.int32(step), params, master, {"count": np.int32(step), "mu": mu, "nu": nu}, {})
+
+
+def planned(placement=None, compute_dtype=None, **axes):
+    return make_plan(init(0, compute_dtype), mesh_of(**axes), rules=RULES, placement=placement or Placement())
+
+
+def state_of(step, plan, store=None):
+    """The state of a step laid out as `plan`; its leaves on disk are written to `store`."""
+    flat = tree.flatten(init(step, None if plan.master is None else "bfloat16"))
+    placed = {path: jax.device_put(flat[path], x.sharding) for path, x in tree.flatten(plan).items()}
+    if store is not None:
+        placed.update(store.write_arrays({path: placed[path] for path in store.paths}))
+    return tree.unflatten(plan, placed)
+
+
+def store_of(plan, placement):
+    leaves = {path: x for path, x in tree.flatten(plan).items() if isinstance(x, NvmeStruct)}
+    assert leaves
+    return NvmeStore(placement.nvme_dirs, leaves, run_id="test")
+
+
+def snapshot_of(state, plan):
+    step = int(state.step)
+    return Snapshot(state, {"next": step}, {"format": FORMAT, "step": step, "leaves": leaf_table(plan)})
+
+
+@pytest.fixture
+def snapshots(tmp_path):
+    with Snapshots(tmp_path / "run", timeout_s=60) as opened:
+        opened.open(Group(timeout_s=10))
+        yield opened
+
+
+def save(snapshots, state, plan):
+    snapshots.save(snapshot_of(state, plan))
+    snapshots.wait()
+
+
+def same(state, expected):
+    return same_arrays({path: np.asarray(x) for path, x in tree.flatten(state).items()}, expected)
+
+
+def same_arrays(found, expected):
+    bits = lambda arrays: {path: (x.dtype, x.shape, x.tobytes()) for path, x in arrays.items()}
+    return bits(found) == bits(expected)
+
+
+def manifest_of(snapshots, step):
+    return json.loads((step_path(snapshots.root, step) / "manifest.json").read_text())
+
+
+# Pinned host memory
+
+
+@pytest.mark.parametrize("staging_bytes", [None, 1 << 20])
+@pytest.mark.parametrize("spec", [P(("data", "fsdp")), P("fsdp")], ids=["sharded", "two replicas"])
+def test_a_step_overwrites_host_memory_in_place_while_the_snapshot_of_it_is_written(tmp_path, spec, staging_bytes):
+    there = NamedSharding(mesh_of(data=2, fsdp=4), spec, memory_kind="pinned_host")
+    here = there.with_memory_kind("device")
+    first = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    add = jax.jit(
+        lambda x: jax.device_put(jax.device_put(x, here) + 1, there),
+        **{"in_shardings": there, "out_shardings": there, "donate_argnums": 0},
+    )
+    m = jax.block_until_ready(add(add(jax.device_put(first, there))))  # in memory of JAX's own
+    places = lambda x: [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+    before = places(m)
+    step = jax.device_put(jnp.int32(2), NamedSharding(there.mesh, P()))
+    state = TrainState(step, {}, None, {"m": m}, {})
+    plan = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    with Snapshots(tmp_path / "run", timeout_s=60, staging_bytes=staging_bytes) as snapshots:
+        snapshots.open(Group(timeout_s=10))
+        snapshots.save(snapshot_of(state, plan))
+        for _ in range(3):
+            m = add(m)
+        jax.block_until_ready(m)
+        assert places(m) == before, "a view was kept, so that the step made a copy; a GPU refuses to donate such memory"
+        snapshots.wait()
+        found = snapshots.restore(2, plan).state.opt_state["m"]
+    assert np.array_equal(found, first + 2) and np.array_equal(m, first + 5)
+    assert found.sharding == there
+
+
+def test_leaves_in_host_memory_are_fingerprinted_without_a_device_and_alike(snapshots):
+    plan, host = planned(fsdp=2, tensor=2), planned(HOST, fsdp=4)
+    save(snapshots, state_of(1, plan), plan)
+    state = state_of(1, host)
+    (snapshots.root / "step_0000000001").rename(snapshots.root / "other")
+    fingerprint._compiled.cache_clear()
+    save(snapshots, state, host)
+    found = snapshots.restore(1, host).state
+    assert fingerprint._compiled.cache_info().misses == 2, "the params w and v, which are on the device"
+    assert not differing(found, state) and found.opt_state["mu"]["w"].sharding == host.opt_state["mu"]["w"].sharding
+    one, other = json.loads((snapshots.root / "other" / "manifest.json").read_text()), manifest_of(snapshots, 1)
+    assert one["fingerprints"] == other["fingerprints"] and len(one["fingerprints"]) > 8
+
+
+@pytest.mark.parametrize("tier", ["pinned_host", "nvme"])
+def test_exchanged_shards_of_a_leaf_off_the_device_are_damage(snapshots, tmp_path, tier):
+    placement = HOST if tier == "pinned_host" else disk(tmp_path)
+    plan = planned(placement, fsdp=2)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(store_of(plan, placement)) if tier == "nvme" else None
+        save(snapshots, state_of(1, plan, store), plan)
+        shards = snapshots.root / "step_0000000001" / "state" / "opt_state.mu.w" / "c"
+        (shards / "0").rename(shards / "x")
+        (shards / "1").rename(shards / "0")
+        (shards / "x").rename(shards / "1")
+        with pytest.raises(DamagedSnapshot, match=r"leaf 'opt_state/mu/w': other bits than were saved"):
+            snapshots.restore(1, plan, store=store)
+
+
+@pytest.mark.parametrize("tier", ["pinned_host", "nvme"])
+def test_the_narrow_params_are_derived_from_master_weights_off_the_device(snapshots, tmp_path, tier):
+    placement = HOST if tier == "pinned_host" else disk(tmp_path, master="nvme")
+    plan = planned(placement, "bfloat16", fsdp=2)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(store_of(plan, placement)) if tier == "nvme" else None
+        state = state_of(1, plan, store)
+        save(snapshots, state, plan)
+        expected = {path: np.asarray(x) for path, x in tree.flatten(state).items()}
+        found = snapshots.restore(1, plan, compute_dtype="bfloat16", store=store).state
+        assert same(found, expected)
+        assert found.params["w"].dtype == jnp.bfloat16
+        kinds = jax.tree.map(tier_of, found)
+        assert kinds == jax.tree.map(tier_of, plan) and kinds.master["w"] == tier
+
+
+# Local disks
+
+
+LAYOUTS = {
+    "device": (lambda tmp: None, {"fsdp": 2, "tensor": 2}),
+    "pinned_host": (lambda tmp: HOST, {"fsdp": 4}),
+    "nvme": (disk, {"data": 2, "fsdp": 2}),
+    "two disks": (lambda tmp: disk(tmp, "one", "other"), {"fsdp": 4, "tensor": 2}),
+}
+
+
+def test_a_snapshot_of_any_tier_is_restored_to_any_other_tier_and_mesh_bit_for_bit(snapshots, tmp_path):
+    expected = {path: np.asarray(x) for path, x in tree.flatten(init(1)).items()}
+    for name, (place, axes) in LAYOUTS.items():
+        placement = place(tmp_path)
+        plan = planned(placement, **axes)
+        with store_of(plan, placement) if placement and placement.nvme_dirs else nothing() as store:
+            save(snapshots, state_of(1, plan, store), plan)
+            assert verify(snapshots.root, 1) == []
+        assert same_arrays(final_leaves(tmp_path / "run"), expected), f"plain Orbax reads other bits of {name}"
+        for target, (place, axes) in LAYOUTS.items():
+            placement = place(tmp_path)
+            plan = planned(placement, **axes)
+            with store_of(plan, placement) if placement and placement.nvme_dirs else nothing() as store:
+                found = snapshots.restore(1, plan, store=store).state
+                assert same(found, expected), f"{name} to {target}"
+                assert jax.tree.map(tier_of, found) == jax.tree.map(tier_of, plan)
+        (snapshots.root / "step_0000000001.ok").unlink()
+        (snapshots.root / "step_0000000001").rename(tmp_path / f"from {name}")
+
+
+def test_what_is_linked_looks_as_what_is_written(snapshots, tmp_path):
+    """zarr.json and Orbax's lists are those of a snapshot from the devices of the same mesh."""
+    placement = disk(tmp_path)
+    for plan, where in ((planned(fsdp=2), None), (planned(placement, fsdp=2), placement)):
+        with store_of(plan, placement) if where else nothing() as store:
+            save(snapshots, state_of(1, plan, store), plan)
+        (snapshots.root / "step_0000000001.ok").unlink()
+        (snapshots.root / "step_0000000001").rename(tmp_path / ("linked" if where else "written"))
+    read = lambda name, file: json.loads((tmp_path / name / "state" / file).read_text())
+    for file in ("opt_state.mu.w/zarr.json", "opt_state.nu.v/zarr.json", "_METADATA", "_sharding"):
+        assert read("linked", file) == read("written", file), file
+    arrays = [
+        sorted(read(name, "array_metadatas/process_0")["array_metadatas"], key=str) for name in ("linked", "written")
+    ]
+    assert arrays[0] == arrays[1]
+    files = {file.relative_to(tmp_path / "written") for file in (tmp_path / "written").rglob("*") if file.is_file()}
+    assert files == {
+        file.relative_to(tmp_path / "linked") for file in (tmp_path / "linked").rglob("*") if file.is_file()
+    }
+
+
+def test_a_snapshot_is_links_and_stays_byte_identical_while_three_more_steps_run(snapshots, tmp_path):
+    placement = disk(tmp_path)
+    plan = planned(placement, fsdp=2)
+    with store_of(plan, placement) as store:
+        state = state_of(1, plan, store)
+        expected = {path: np.asarray(x) for path, x in tree.flatten(state).items()}
+        written = store.counters.bytes_written
+        snapshots.save(snapshot_of(state, plan))
+        assert store.counters.bytes_written == written
+        held = dict(state.opt_state["mu"]["w"].files)
+        state_of(2, plan, store), state_of(3, plan, store)
+        snapshots.wait()
+        state_of(4, plan, store)
+        directory = snapshots.root / "step_0000000001"
+        linked = Path(directory / "state" / "opt_state.mu.w" / "c").rglob("*")
+        inodes = {path.stat().st_ino for path in linked if path.is_file()}
+        assert len(inodes) == 2 and not inodes & {os.stat(file).st_ino for file in held.values()}, (
+            "new files took their place"
+        )
+        assert not any((tmp_path / "nvme").rglob("held/*")), "what is in the snapshot is not held any longer"
+        with pytest.raises(OffloadError, match="overwritten by a later step"):
+            np.asarray(state.opt_state["mu"]["w"])
+        found = snapshots.restore(1, planned(fsdp=4)).state
+    assert same(found, expected)
+    assert verify(snapshots.root, 1) == []
+
+
+def test_elsewhere_the_files_are_copied_at_a_bounded_rate_and_held_meanwhile(tmp_path):
+    other = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        assert os.stat(other).st_dev != os.stat(tmp_path).st_dev
+        placement = disk(tmp_path)
+        plan = planned(placement)
+        with (
+            Snapshots(other / "run", timeout_s=60, copy_bytes_per_s=4 << 20) as snapshots,
+            store_of(plan, placement) as store,
+        ):
+            snapshots.open(Group(timeout_s=10))
+            state = state_of(1, plan, store)
+            expected = {path: np.asarray(x) for path, x in tree.flatten(state).items()}
+            started = time.monotonic()
+            snapshots.save(snapshot_of(state, plan))
+            assert any((tmp_path / "nvme").rglob("held/step_0000000001/*"))
+            state_of(2, plan, store), state_of(3, plan, store)
+            snapshots.wait()
+            assert time.monotonic() - started > 0.3, "3 MiB at 4 MiB/s, less the first block"
+            assert not any((tmp_path / "nvme").rglob("held/*"))
+            assert same(snapshots.restore(1, planned()).state, expected)
+            assert verify(snapshots.root, 1) == []
+    finally:
+        shutil.rmtree(other)
+
+
+def test_a_save_that_fails_lets_the_files_go_and_the_next_one_counts(tmp_path):
+    placement = disk(tmp_path)
+    plan = planned(placement, fsdp=2)
+    with (
+        Snapshots(tmp_path / "run", timeout_s=60, on_failure="continue") as snapshots,
+        store_of(plan, placement) as store,
+    ):
+        snapshots.open(Group(timeout_s=10))
+        state = state_of(1, plan, store)
+        file = next(iter(state.opt_state["mu"]["w"].files.values()))
+        os.truncate(file, 1000)
+        snapshots.save(snapshot_of(state, plan))
+        with pytest.raises(SaveError, match="1000 bytes, expected"):
+            snapshots.wait()
+        assert snapshots.steps() == [] and not any((tmp_path / "nvme").rglob("held/*"))
+        os.truncate(file, state.opt_state["mu"]["w"].layout.file_bytes)
+        save(snapshots, state_of(2, plan, store), plan)
+        assert snapshots.steps() == [2]
