@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import grain
@@ -14,20 +13,19 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxckpt import exactness
 from jaxckpt.arguments import check_arguments, check_microbatches
 from jaxckpt.beginning import Beginning
 from jaxckpt.data.iterated_stream import IteratedStream
 from jaxckpt.data.stream import BatchStream
 from jaxckpt.distributed import watch
 from jaxckpt.distributed.sync import Agreement, Group
-from jaxckpt.errors import ConfigError, NonFiniteError
+from jaxckpt.errors import ConfigError
 from jaxckpt.evaluation import Evaluation
 from jaxckpt.models.layers import Layers
-from jaxckpt.observe.metrics import MetricsFile
 from jaxckpt.observe.phases import Phases
-from jaxckpt.observe.report import Report, make_report, metrics_line
+from jaxckpt.observe.report import Report
 from jaxckpt.program import Program
+from jaxckpt.reporting import Pending, Reporting
 from jaxckpt.saving import Saving
 from jaxckpt.snapshot import resume as resuming
 from jaxckpt.snapshot.environment import environment
@@ -111,7 +109,6 @@ class Run:
         settings = (seed, global_batch, accumulation_steps, max_grad_norm, nonfinite, dtype)
         self._training: dict[str, Any] = dict(zip(_TRAINING, settings, strict=True))
         self._allow_changed = tuple(allow_changed)
-        self._nonfinite = nonfinite
         self._group = Group(timeout_s=timeout_s)
 
         rows = batch_sharding(self.mesh)
@@ -153,11 +150,8 @@ class Run:
             eval_fn = make_eval_step(parts, loss, self.plan, batch, gathered=gathered)
             counts = {"every": eval_every, "batches": eval_batches, "global_batch": global_batch}
             self._evaluation = Evaluation(held_out, eval_fn, sharding=rows, **counts)
-        self._metrics: MetricsFile | None = None
         self._watch: watch.Watch | None = None
-        self._clock = 0.0
         self._is_closed = self._is_torn = self._is_compiled = False
-        self._last_report: Report | None = None
         self._beginning = Beginning(
             self.plan,
             init,
@@ -174,7 +168,6 @@ class Run:
             phases=self.phases,
         )
         self._resumed_meta: Mapping[str, Any] | None = None
-        self._restored_from: Mapping[str, Any] | None = None
         self._saving = Saving(
             snapshots,
             self.plan,
@@ -184,10 +177,11 @@ class Run:
                 "config": dict(config) if config is not None else None,
                 "training": self._training,
                 "mesh": dict(self.mesh.shape),
-                "placement": asdict(placement),
+                "placement": placement.to_json(),
                 "went_back_to": resume if isinstance(resume, int) else None,
             },
         )
+        self._reporting = Reporting(self._stream, self._saving, nonfinite=nonfinite)
 
     # ---------------------------------------------------------------------------------------------- training
 
@@ -223,15 +217,17 @@ class Run:
                 "continues from the newest snapshot"
             )
         is_new = self.state is None
-        self._watch = watch.start(newest_saved=self._saving.newest)
+        self._watch = self._reporting.watch = watch.start(newest_saved=self._saving.newest)
         if is_new:
             begun = self._beginning.begin(lambda step: self._program.start() if until is None or step < until else None)
             self.state, self.step = begun.state, begun.step
-            self._resumed_meta, self._restored_from = begun.meta, begun.restored_from
+            self._resumed_meta = begun.meta
             self._saving.begin(begun)
             if until is None or self.step < until:
                 self._stream.start()
-            self._open_metrics()
+            if self.snapshots and self._group.is_primary:
+                path, is_own = self.snapshots.run_dir / "metrics.jsonl", begun.restored_from is None
+                self._reporting.open(path, step=self.step, meta=begun.meta, is_own=is_own)
         if not self._is_compiled and (until is None or self.step < until):
             self._program.start()
             if self._group.is_primary:
@@ -248,8 +244,7 @@ class Run:
                 stack.callback(self._watch.close)
             if self.snapshots:
                 stack.callback(self.snapshots.close)
-            if self._metrics:
-                stack.callback(self._metrics.close)
+            stack.callback(self._reporting.close)
             if self.snapshots:
                 stack.callback(self.snapshots.wait)  # the save that is under way still needs the file of metrics
             if self._evaluation:
@@ -268,10 +263,11 @@ class Run:
 
     def _loop(self, until: int, should_stop: Callable[[], bool]) -> Iterator[Report]:
         agreement = Agreement()
-        self._clock = time.perf_counter()
-        if self.step >= until and self._last_report and self._last_report.step == self.step:
-            self._save(self._last_report)  # a loop that was left by `break` has come back to save its last step
-        unread: list[_Pending] = []
+        self._reporting.start_clock()
+        last = self._reporting.last
+        if self.step >= until and last and last.step == self.step:
+            self._save(last)  # a loop that was left by `break` has come back to save its last step
+        unread: list[Pending] = []
         is_first = True
         try:
             while self.step < until:
@@ -286,7 +282,7 @@ class Run:
                 self.state, metrics = self._program(self.state, batch)
                 self.step += 1
                 self._is_torn = False
-                unread.append(_Pending(self.step, metrics, self._stream.batches - 1, self._tiers.moved()))
+                unread.append(Pending(self.step, metrics, self._stream.batches - 1, self._tiers.moved()))
                 if is_first:
                     jax.block_until_ready(metrics)
                     self.phases.seconds["first step"] = time.perf_counter() - started
@@ -303,14 +299,15 @@ class Run:
                 # snapshot of step s finds the lines up to s in place, its state has been checked, and its data
                 # position is that of s. The user's loop body comes last: it may leave, and all this is done.
                 while len(unread) > (0 if is_due else 1):
-                    report = self._read(unread[0])
+                    report = self._reporting.read(unread[0])
                     is_current = report.step == self.step
-                    reports.append(self._write(report, eval_loss=self.evaluate() if is_eval and is_current else None))
+                    eval_loss = self.evaluate() if is_eval and is_current else None
+                    reports.append(self._reporting.write(report, eval_loss=eval_loss))
                     del unread[0]
                 if is_save:
                     self._save(reports[-1])
                 if is_eval or is_save:
-                    self._clock = time.perf_counter()
+                    self._reporting.start_clock()
                 if self.snapshots:
                     self.snapshots.check()
                 yield from reports
@@ -319,15 +316,15 @@ class Run:
                     return
         except (GeneratorExit, KeyboardInterrupt):
             for pending in unread:  # steps that are done have their lines, however the loop was left
-                self._write(self._read(pending))
+                self._reporting.write(self._reporting.read(pending))
             raise
 
-    def _end_without_data(self, unread: list["_Pending"]) -> Iterator[Report]:
+    def _end_without_data(self, unread: list[Pending]) -> Iterator[Report]:
         """Saves the last step that was done, where the run was asked to stop while it waited for data."""
-        reports = [self._write(self._read(pending)) for pending in unread]
+        reports = [self._reporting.write(self._reporting.read(pending)) for pending in unread]
         unread.clear()
-        if self._last_report and self._last_report.step == self.step:
-            self._save(self._last_report)
+        if (last := self._reporting.last) and last.step == self.step:
+            self._save(last)
         self.stopped = True
         yield from reports
 
@@ -339,57 +336,12 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ one step's parts
 
-    def _read(self, pending: "_Pending") -> Report:
-        values = jax.device_get(pending.metrics)
-        previous, self._clock = self._clock, time.perf_counter()
-        report = make_report(
-            pending.step,
-            values,
-            batch_key=self._stream.key(pending.batch),
-            example=self._stream.example_of(pending.batch),
-            seconds=self._clock - previous,
-            offload=pending.moved,
-        )
-        if self._metrics:
-            exactness.check_against_earlier_life(report, self._metrics.replaced, self._resumed_meta)
-        if self._watch:
-            self._watch.step = pending.step
-        if report.skipped and self._nonfinite == "stop":
-            raise NonFiniteError(
-                f"step {report.step}: the loss is {report.loss} and the gradient's norm {report.grad_norm}. {self._saving.way_back()}"
-            )
-        if report.tokens == 0:
-            log.warning("step %d: the batch has no target, so nothing was learned from it", report.step)
-        if report.skipped:
-            log.warning(
-                "step %d: loss %s, gradient norm %s: update skipped", report.step, report.loss, report.grad_norm
-            )
-        return report
-
-    def _write(self, report: Report, *, eval_loss: float | None = None) -> Report:
-        report = replace(report, eval_loss=eval_loss)
-        self._last_report = report
-        if self._metrics:
-            self._metrics.write(metrics_line(report))
-        return report
-
     def _save(self, report: Report) -> None:
         assert self.state is not None
         # The lines up to this step are written; a snapshot must never outlive them.
-        self._saving.save(self.state, report, before_commit=self._metrics.sync if self._metrics else lambda: None)
+        self._saving.save(self.state, report, before_commit=self._reporting.sync)
 
     # ---------------------------------------------------------------------------------------------- starting
-
-    def _open_metrics(self) -> None:
-        if self.snapshots is None or not self._group.is_primary:
-            return
-        self._metrics = MetricsFile(self.snapshots.run_dir / "metrics.jsonl", resume_step=self.step)
-        if self._metrics.last_step != self.step and self._restored_from is None:
-            log.warning(
-                "metrics.jsonl ends at step %d and the run continues after step %d: lines are missing",
-                self._metrics.last_step,
-                self.step,
-            )
 
     def _wait_for_program(self, should_stop: Callable[[], bool]) -> None:
         # Agreed on as a step that lies before the first one: an answer after the barrier is the same everywhere, because
@@ -402,14 +354,6 @@ class Run:
         self.stopped = agreement.agreed_step(self.step - 3, False) is not None
         meta = self._resumed_meta
         if meta is not None and self._is_compiled and not self.stopped:
-            here = {**environment(), "mesh": dict(self.mesh.shape), "placement": asdict(self._placement)}
+            here = {**environment(), "mesh": dict(self.mesh.shape), "placement": self._placement.to_json()}
             is_hint = self._beginning.is_compared_by_config(meta)
             self._program.check(meta, here, self._allow_changed, is_hint=is_hint)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    step: int
-    metrics: dict[str, jax.Array]
-    batch: int
-    moved: Mapping[str, float] | None

@@ -4,10 +4,11 @@ The plan is the training state with `jax.ShapeDtypeStruct(shape, dtype, sharding
 initialisation, the signatures of the jitted step, the restore target and the memory table.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import jax
@@ -46,6 +47,10 @@ class Placement:
     """host memory for buckets of the nvme tier that need not be read again"""
     bucket_bytes: int = 128 << 20
     """of state that is fetched, updated and written back together on each device"""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a snapshot's meta holds it."""
+        return json.loads(json.dumps(asdict(self)))
 
     def tier(self, path: str, x: Any) -> Tier:
         """Where the leaf `x` of the training state (an array or a struct) with this path lives between steps."""
