@@ -1,6 +1,7 @@
 """A jaxpr as operations on numbered values, of which any part can be run: calls are opened, conditionals keep branches."""
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,14 +155,43 @@ class Program:
         return Branch(tuple(operations), results, range(first, self._n_operations))
 
 
-def run(steps: Sequence[Step], values: dict[int, Any], targets: Iterable[Operand]) -> list[Any]:
-    """The `targets`, computed by `steps` from `values`, which is left alone."""
+def count_uses(steps: Sequence[Step]) -> Counter[int]:
+    """How many operations of `steps` use each value, those of branches and the results of branches included."""
+    uses: Counter[int] = Counter()
+    for step in steps:
+        uses.update({x for x in step.operation.operands if isinstance(x, int)})
+        for way, branch in zip(step.branches, step.operation.branches, strict=True):
+            uses += count_uses(way)
+            uses.update(x for k in step.wanted if isinstance(x := branch.results[k], int))
+    return uses
+
+
+def run(
+    steps: Sequence[Step],
+    values: dict[int, Any],
+    targets: Iterable[Operand],
+    *,
+    shared: frozenset[int] = frozenset(),
+    companions: Sequence[int] = (),
+) -> list[Any]:
+    """The `targets`, computed by `steps` from `values`, which is left alone.
+
+    `shared` are scalars that the whole program uses more than once. XLA multiplies by the reciprocal of a scalar that
+    has one user where it divides by one that has more, as by Adam's bias correction, which changes the last bit. So
+    where `steps` use one once, a barrier that it passes with the first of `companions` in use is a second user.
+    """
     values = dict(values)
+    uses = Counter(x for step in steps for x in set(step.operation.operands) if isinstance(x, int))
+    lonely = [values[x] for x in sorted(shared) if uses[x] == 1]
+    companion = next((x for x in companions if uses[x]), None)
+    if lonely and companion is not None:
+        values[companion], _ = jax.lax.optimization_barrier((values[companion], lonely))
     for step in steps:
         operation, equation = step.operation, step.operation.equation
         with equation.ctx.manager:
-            if step.branches or operation.branches:
-                _choose(step, values)
+            if operation.branches:
+                results = _choose(step, values, shared, companions)
+                values.update(zip((operation.results[k] for k in step.wanted), results, strict=True))
                 continue
             operands = [_value(x, values, raw=True) for x in operation.operands]
             results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
@@ -171,14 +201,13 @@ def run(steps: Sequence[Step], values: dict[int, Any], targets: Iterable[Operand
     return [_value(x, values) for x in targets]
 
 
-def _choose(step: Step, values: dict[int, Any]) -> None:
-    operation = step.operation
-    ways = [
-        lambda way=way, branch=branch: run(way, values, [branch.results[k] for k in step.wanted])
-        for way, branch in zip(step.branches, operation.branches, strict=True)
-    ]
-    results = jax.lax.switch(_value(operation.operands[0], values), ways)
-    values.update(zip((operation.results[k] for k in step.wanted), results, strict=True))
+def _choose(step: Step, values: dict[int, Any], shared: frozenset[int], companions: Sequence[int]) -> list[Any]:
+    def way(steps: Sequence[Step], targets: list[Operand]) -> Any:
+        return lambda: run(steps, values, targets, shared=shared, companions=companions)
+
+    branches = zip(step.branches, step.operation.branches, strict=True)
+    ways = [way(steps, [branch.results[k] for k in step.wanted]) for steps, branch in branches]
+    return jax.lax.switch(_value(step.operation.operands[0], values), ways)
 
 
 def _value(x: Operand, values: dict[int, Any], *, raw: bool = False) -> Any:

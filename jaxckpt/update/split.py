@@ -1,8 +1,8 @@
 """An optax update taken apart: one global phase over the gradients, then any group of weights by itself.
 
 Which optimizers allow it is read from the jaxpr of `tx.update`. Each value depends on the gradient, the weight or the
-optimizer state of certain weights. A scalar over several weights that needs no state of theirs (a gradient norm)
-belongs to the global phase and crosses to the groups; all else must stay with its own weight.
+optimizer state of certain weights. A scalar that belongs to no single weight and needs no state of theirs (a gradient
+norm, a bias correction) is computed in the global phase and crosses to the groups; all else stays with its own weight.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ import optax
 
 from jaxckpt.errors import PlanError, listed
 from jaxckpt.state import tree
-from jaxckpt.update.dataflow import Operand, Operation, Program, run
+from jaxckpt.update.dataflow import Operand, Operation, Program, count_uses, run
 
 Cuts = tuple[jax.Array, ...]
 """the scalars that cross from the global phase to the groups, in an order that only their Split knows"""
@@ -37,6 +37,8 @@ class Split:
     """weights whose value the global phase reads"""
     _program: Program = field(repr=False)
     _cuts: tuple[int, ...] = field(repr=False)
+    _often_used: frozenset[int] = field(repr=False)
+    """of the cuts, those that the whole update uses more than once"""
 
     def global_phase(self, grads: Leaves, opt_state: Leaves, weights: Leaves) -> tuple[Cuts, Leaves]:
         """(scalars that cross to the buckets, the new global leaves) of one update; traceable.
@@ -55,8 +57,6 @@ class Split:
         """The part of `tx.update` for the weights `paths`: (cuts, old global leaves, grads, opt_state, weights) ->
         (updates, new optimizer state), traceable. The dicts hold the leaves of these weights alone; `updates` are still
         to be applied by `optax.apply_updates`.
-
-        Bitwise equal to the whole update only in a jit where the scalars have more than one user: see `make_buckets`.
         """
         outputs = self._outputs()
         mine = set(paths)
@@ -66,16 +66,31 @@ class Split:
         names = [("updates", path) for path in paths] + [("opt_state", path) for path in states]
         targets = [outputs[name] for name in names]
         steps, needed = self._program.part(targets, frozenset(self._cuts))
+        companions = self._companions(needed)
 
         def update(
             cuts: Cuts, global_leaves: Leaves, grads: Leaves, opt_state: Leaves, weights: Leaves
         ) -> tuple[Leaves, Leaves]:
             values = self._values(needed, grads, {**global_leaves, **opt_state}, weights)
             values.update(zip(self._cuts, cuts, strict=True))
-            results = dict(zip(names, run(steps, values, targets), strict=True))
+            results = run(steps, values, targets, shared=self._often_used, companions=companions)
+            results = dict(zip(names, results, strict=True))
             return {p: results["updates", p] for p in paths}, {p: results["opt_state", p] for p in states}
 
         return update
+
+    def _companions(self, needed: frozenset[int]) -> list[int]:
+        """The arguments among `needed` that belong to a weight, rather state than weights than gradients, small first.
+
+        State and weights come from memory as they are. A gradient may be fused with what computes it, which a barrier
+        would keep apart.
+        """
+        names, avals = self._inputs(), self._program.avals
+        order = ("opt_state", "weights", "grads")
+        own = [
+            i for i in needed if i < len(names) and self.owner.get(names[i][1], "") is not None and i not in self._cuts
+        ]
+        return sorted(own, key=lambda i: (order.index(names[i][0]), avals[i].size, i))
 
     def _inputs(self) -> list[tuple[str, str]]:
         return _names(self.weights, self.owner)
@@ -113,8 +128,10 @@ def split_update(tx: optax.GradientTransformation, weights: Any) -> Split:
     global_outputs = [x for x, path in zip(program.outputs[n:], states, strict=True) if owner[path] is None]
     _, needed = program.part([*cuts, *global_outputs], frozenset())
     read = {group: frozenset(names[i][1] for i in needed if names[i][0] == group) for group in ("grads", "weights")}
-    kind = "global+leaf" if cuts or read["grads"] or read["weights"] else "leaf"
-    return Split(kind, owner, paths, read["grads"], read["weights"], program, cuts)
+    uses = count_uses(program.part(program.outputs, frozenset())[0])
+    often_used = frozenset(cut for cut in cuts if uses[cut] > 1)
+    kind = "global+leaf" if read["grads"] or read["weights"] else "leaf"
+    return Split(kind, owner, paths, read["grads"], read["weights"], program, cuts, often_used)
 
 
 def _names(weights: Sequence[str], states: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -163,7 +180,8 @@ def _differences(group: str, given: Leaves, returned: Leaves, with_dtype: bool) 
 
 
 class _Flow:
-    """Of which weights each value takes in gradients, weights and state: bit sets of 3n bits for n weights."""
+    """Of which weights each value takes in gradients, weights and state: bit sets of 3n bits for n weights, and one
+    bit more for what global state goes into."""
 
     def __init__(
         self, program: Program, names: list[tuple[str, str]], paths: tuple[str, ...], owner: Mapping[str, str | None]
@@ -176,8 +194,7 @@ class _Flow:
         place = {path: i for i, path in enumerate(paths)}
         for i, (group, path) in enumerate(names):
             whose = owner[path] if group == "opt_state" else path
-            if whose is not None:
-                self.taint[i] = 1 << (bands[group] + place[whose])
+            self.taint[i] = 1 << (3 * self.n if whose is None else bands[group] + place[whose])
         self._follow(program.operations)
 
     def leaves(self, taint: int) -> int:
@@ -194,14 +211,14 @@ class _Flow:
         return " and ".join(kinds)
 
     def is_shared_scalar(self, x: Operand) -> bool:
-        """Over several weights, without their state: a value of the global phase."""
+        """Over several weights, or over none but not constant, and without their state: a value of the global phase."""
         return isinstance(x, int) and self._is_shared(self.taint[x], self.avals[x].ndim)
 
     def _is_shared(self, taint: int, ndim: int) -> bool:
-        if ndim or taint >> 2 * self.n:
+        leaves, state = self.leaves(taint), taint >> 2 * self.n & ((1 << self.n) - 1)
+        if ndim or state:
             return False
-        leaves = self.leaves(taint)
-        return leaves & (leaves - 1) != 0
+        return leaves & (leaves - 1) != 0 or (not leaves and taint != 0)
 
     def _follow(self, operations: Sequence[Operation]) -> None:
         for operation in operations:
