@@ -35,8 +35,8 @@ from jaxckpt.state.mesh import batch_sharding, make_mesh
 from jaxckpt.state.plan import Placement, Rules, make_plan, unannotated
 from jaxckpt.state.train_state import TrainState, take_apart
 from jaxckpt.tiers import Tiers
-from jaxckpt.update.choose import make_step
-from jaxckpt.update.step import Loss, make_eval_step
+from jaxckpt.update.choose import make_any_eval_step, make_any_step
+from jaxckpt.update.step import Loss
 
 log = logging.getLogger("jaxckpt")
 
@@ -127,7 +127,7 @@ class Run:
         gathered = unannotated(self.plan, rules, parts.annotations)
         self._placement = placement
         self._tiers = Tiers(self.plan, optimizer, placement, run_dir=snapshots and str(snapshots.run_dir))
-        step_fn = self._tiers.step_fn = make_step(
+        step_fn = self._tiers.step_fn = make_any_step(
             parts,
             loss,
             optimizer,
@@ -147,7 +147,7 @@ class Run:
         self._program = Program(step_fn, self.plan, batch, phases=self.phases, is_kept=snapshots is not None)
         self._evaluation: Evaluation | None = None
         if eval_every is not None:
-            eval_fn = make_eval_step(parts, loss, self.plan, batch, gathered=gathered)
+            eval_fn = make_any_eval_step(parts, loss, self.plan, batch, layers=layers, gathered=gathered)
             counts = {"every": eval_every, "batches": eval_batches, "global_batch": global_batch}
             self._evaluation = Evaluation(held_out, eval_fn, sharding=rows, **counts)
         self._watch: watch.Watch | None = None

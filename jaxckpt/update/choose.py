@@ -13,11 +13,12 @@ from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import Model, TrainState
 from jaxckpt.update.gradients import Loss
 from jaxckpt.update.layered import make_layered_step
+from jaxckpt.update.layered_eval import make_layered_eval_step
 from jaxckpt.update.nvme_step import make_nvme_step
-from jaxckpt.update.step import make_train_step
+from jaxckpt.update.step import make_eval_step, make_train_step
 
 
-def make_step(
+def make_any_step(
     model: Model,
     loss: Loss,
     tx: optax.GradientTransformation,
@@ -35,7 +36,7 @@ def make_step(
     `store`: the files of the tier nvme, if anything is in it; it must be open when the step is called. `layers`: the model as a list of layer functions, which parameters off the device need. `settings`: the other arguments
     of `make_train_step`. Raises PlanError where no step can do it.
     """
-    if {tier_of(x) for x in jax.tree.leaves(plan.params)} == {"device"}:
+    if not _do_params_leave(plan):
         settings |= {"placement": placement, "compute_dtype": compute_dtype}
         if store is None:
             return make_train_step(model, loss, tx, plan, batch, **settings)
@@ -51,3 +52,16 @@ def make_step(
     if problems or layers is None:
         raise PlanError("parameters cannot live off the device here:\n" + "\n".join(f"  {p}" for p in problems))
     return make_layered_step(model, layers, tx, plan, batch, placement=placement, **settings)
+
+
+def make_any_eval_step(
+    model: Model, loss: Loss, plan: TrainState, batch: Any, *, layers: Layers | None, gathered: frozenset[str]
+) -> Any:
+    """Jitted (params, model state, batch) -> (sum of losses, number of targets), with the model in eval mode."""
+    if layers is not None and _do_params_leave(plan):
+        return make_layered_eval_step(model, layers, plan, batch, gathered=gathered)
+    return make_eval_step(model, loss, plan, batch, gathered=gathered)
+
+
+def _do_params_leave(plan: TrainState) -> bool:
+    return any(tier_of(x) != "device" for x in jax.tree.leaves(plan.params))
