@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import tempfile
+import threading
 import time
 from contextlib import nullcontext as nothing
 from pathlib import Path
@@ -245,7 +247,8 @@ def test_a_snapshot_is_links_and_stays_byte_identical_while_three_more_steps_run
         snapshots.save(snapshot_of(state, plan))
         assert store.counters.bytes_written == written
         held = dict(state.opt_state["mu"]["w"].files)
-        state_of(2, plan, store), state_of(3, plan, store)
+        for step in (2, 3):
+            state_of(step, plan, store)
         snapshots.wait()
         state_of(4, plan, store)
         directory = snapshots.root / "step_0000000001"
@@ -278,7 +281,8 @@ def test_elsewhere_the_files_are_copied_at_a_bounded_rate_and_held_meanwhile(tmp
             started = time.monotonic()
             snapshots.save(snapshot_of(state, plan))
             assert any((tmp_path / "nvme").rglob("held/step_0000000001/*"))
-            state_of(2, plan, store), state_of(3, plan, store)
+            for step in (2, 3):
+                state_of(step, plan, store)
             snapshots.wait()
             assert time.monotonic() - started > 0.3, "3 MiB at 4 MiB/s, less the first block"
             assert not any((tmp_path / "nvme").rglob("held/*"))
@@ -306,3 +310,66 @@ def test_a_save_that_fails_lets_the_files_go_and_the_next_one_counts(tmp_path):
         os.truncate(file, state.opt_state["mu"]["w"].layout.file_bytes)
         save(snapshots, state_of(2, plan, store), plan)
         assert snapshots.steps() == [2]
+
+
+class Images:
+    """Copies of a directory as a kill would leave it, one before each call that makes, links, renames or removes a name in
+    it, while it is `on`. An audit hook stays for ever, so that it must do nothing when off."""
+
+    def __init__(self, source, target):
+        self.source, self.target = source, target
+        self.is_on, self.calls = False, []
+        self._lock = threading.Lock()
+        sys.addaudithook(self._see)
+
+    def _see(self, event, arguments):
+        if not self.is_on or event not in ("os.link", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"):
+            return
+        if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        names = [str(x) for x in arguments if isinstance(x, str | os.PathLike)]
+        if not any(name.startswith(str(self.source)) for name in names) or threading.get_ident() == self._copying:
+            return
+        with self._lock:
+            self._copying = threading.get_ident()
+            shutil.copytree(self.source, self.target / str(len(self.calls)))
+            self.calls.append((event, *(os.path.relpath(name, self.source) for name in names)))
+            self._copying = None
+
+    _copying = None
+
+
+def test_a_kill_before_any_call_of_a_save_leaves_the_last_snapshot_or_the_new_one_whole(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    leaf = lambda step: np.random.default_rng(step).standard_normal((512, 160), np.float32)
+    values = lambda step: TrainState(np.int32(step), {"x": leaf(step)[:4]}, None, {"m": leaf(step)}, {})
+    plan_in = lambda where: make_plan(values(0), mesh_of(fsdp=2), placement=disk(where))
+    plan = plan_in(source)
+
+    def state_of(step, plan, store):
+        placed = jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), values(step), plan)
+        placed.opt_state.update(m=store.write_arrays({"opt_state/m": placed.opt_state["m"]})["opt_state/m"])
+        return placed
+
+    images = Images(source, tmp_path / "images")
+    with Snapshots(source / "run", keep=1, timeout_s=60) as snapshots, store_of(plan, disk(source)) as store:
+        snapshots.open(Group(timeout_s=10))
+        save(snapshots, state_of(1, plan, store), plan)
+        state = state_of(2, plan, store)
+        images.is_on = True
+        save(snapshots, state, plan)
+        images.is_on = False
+    linked = [call for call in images.calls if call[0] == "os.link"]
+    assert len(linked) == 4, "two shards are held, and then placed"
+    newest = []
+    for i, call in enumerate(images.calls):
+        image = tmp_path / "images" / str(i)
+        with Snapshots(image / "run", timeout_s=60) as snapshots, store_of(plan, disk(image)) as store:
+            snapshots.open(Group(timeout_s=10))
+            newest.append(snapshots.steps()[-1])
+            found = snapshots.restore(newest[-1], plan, store=store).state
+            expected = {path: np.asarray(x) for path, x in tree.flatten(values(newest[-1])).items()}
+            assert same(found, expected), call
+            assert not any((image / "nvme").rglob("held/*")), call
+    assert newest == sorted(newest) and set(newest) == {1, 2}

@@ -1,7 +1,8 @@
 """One process of a group that saves, or restores and checks, a state whose every element is known: prints what it cost.
 
 python layouts.py save|restore RUN_DIR PROCESSES NUMBER PORT DEVICES AXES SPEC KIND
-AXES: {"data": 2, "fsdp": 4}; SPEC: partition spec of the matrix, such as ["fsdp", null]; KIND: its memory kind.
+AXES: {"data": 2, "fsdp": 4}; SPEC: partition spec of the matrix, such as ["fsdp", null]; KIND: its memory kind, or nvme: on disk,
+in RUN_DIR/nvme.
 """
 
 # ruff: noqa: E402 (the processes must have joined before anything asks JAX for devices)
@@ -10,6 +11,7 @@ import resource
 import sys
 import threading
 import time
+from contextlib import ExitStack
 
 from jaxckpt.distributed.start import join, use_cpu_devices
 
@@ -25,10 +27,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot
+from jaxckpt.nvme.store import NvmeStore
 from jaxckpt.snapshot.leaves import leaf_table
 from jaxckpt.snapshot.manifest import FORMAT
 from jaxckpt.snapshot.restore import Snapshot
 from jaxckpt.snapshot.snapshot import Snapshots
+from jaxckpt.state.nvme import NvmeStruct, resident
 from jaxckpt.state.train_state import TrainState
 
 ROWS, COLUMNS = 4096, 4096
@@ -63,12 +67,13 @@ class Peak(threading.Thread):
 
 axes = {"data": 1, "fsdp": 1, "tensor": 1, **json.loads(AXES)}
 mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * 3)
-matrix = NamedSharding(mesh, P(*json.loads(SPEC)), memory_kind=KIND)
+matrix = NamedSharding(mesh, P(*json.loads(SPEC)), memory_kind="device" if KIND == "nvme" else KIND)
+kind = NvmeStruct if KIND == "nvme" else jax.ShapeDtypeStruct
 small = NamedSharding(mesh, P("fsdp") if 8 % axes["fsdp"] == 0 else P())
 whole = NamedSharding(mesh, P())
 plan = TrainState(
     jax.ShapeDtypeStruct((), np.int32, sharding=whole),
-    {"kernel": jax.ShapeDtypeStruct((ROWS, COLUMNS), np.float32, sharding=matrix)},
+    {"kernel": kind((ROWS, COLUMNS), np.dtype(np.float32), sharding=matrix)},
     None,
     {"count": jax.ShapeDtypeStruct((8, SMALL), np.float32, sharding=small)},
     {},
@@ -76,12 +81,20 @@ plan = TrainState(
 group = Group(timeout_s=60)
 count = np.arange(8 * SMALL, dtype=np.float32).reshape(8, SMALL)
 
-with Snapshots(RUN_DIR, timeout_s=60) as snapshots:
+with ExitStack() as stack:
+    snapshots = stack.enter_context(Snapshots(RUN_DIR, timeout_s=60))
     snapshots.open(group)
+    store = None
+    if KIND == "nvme":
+        store = NvmeStore([f"{RUN_DIR}/nvme"], {"params/kernel": plan.params["kernel"]}, run_id="layouts")
+        stack.enter_context(store)
     if ACTION == "save":
+        kernel = jax.make_array_from_callback((ROWS, COLUMNS), matrix, values)
+        if store is not None:
+            kernel = store.write_arrays({"params/kernel": kernel})["params/kernel"]
         state = TrainState(
             jax.make_array_from_callback((), whole, lambda i: np.int32(5)),
-            {"kernel": jax.make_array_from_callback((ROWS, COLUMNS), matrix, values)},
+            {"kernel": kernel},
             None,
             {"count": jax.make_array_from_callback(count.shape, small, lambda i: count[i])},
             {},
@@ -94,16 +107,19 @@ with Snapshots(RUN_DIR, timeout_s=60) as snapshots:
         peak = Peak()
         peak.start()
         try:
-            state = snapshots.restore(5, plan).state
+            state = snapshots.restore(5, plan, store=store).state
         except DamagedSnapshot as e:
             print(json.dumps({"damage": str(e)}), flush=True)
             sys.exit(0)
-        jax.block_until_ready(state)
+        jax.block_until_ready(resident(state))
         peak.ended = True
-        shards = state.params["kernel"].addressable_shards
-        is_right = all(
-            np.array_equal(np.asarray(s.data).view(np.uint32), values(s.index).view(np.uint32)) for s in shards
-        )
+        read = own_bytes()[0] - read
+        kernel = state.params["kernel"]
+        if store is None:
+            parts = [(shard.index, np.asarray(shard.data)) for shard in kernel.addressable_shards]
+        else:
+            parts = [(kernel.box(place), kernel.read(place)) for place in kernel.files]
+        is_right = all(np.array_equal(part.view(np.uint32), values(box).view(np.uint32)) for box, part in parts)
         is_right &= all(
             np.array_equal(np.asarray(s.data), count[s.index]) for s in state.opt_state["count"].addressable_shards
         )
@@ -111,9 +127,9 @@ with Snapshots(RUN_DIR, timeout_s=60) as snapshots:
         is_right &= state.params["kernel"].sharding == matrix
         answer = {
             "is_right": bool(is_right),
-            "read": own_bytes()[0] - read,
-            "distinct": sum({str(s.index): s.data.nbytes for s in shards}.values()),
-            "held": sum(s.data.nbytes for s in shards),
+            "read": read,
+            "distinct": sum({str(box): part.nbytes for box, part in parts}.values()),
+            "held": max(part.nbytes for _, part in parts) if store else sum(part.nbytes for _, part in parts),
             "peak": peak.bytes - peak.before,
         }
 print(json.dumps(answer), flush=True)

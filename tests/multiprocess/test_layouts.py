@@ -47,6 +47,7 @@ def saved(tmp_path_factory):
         {"processes": 2, "devices": 4, "axes": {"fsdp": 8}, "spec": ["fsdp", None], "kind": "pinned_host"},
         {"processes": 2, "devices": 1, "axes": {"fsdp": 2}, "spec": [None, "fsdp"]},
         {"processes": 4, "devices": 2, "axes": {"fsdp": 4, "tensor": 2}, "spec": ["tensor", "fsdp"]},
+        {"processes": 2, "devices": 2, "axes": {"data": 2, "fsdp": 2}, "spec": ["fsdp", None], "kind": "nvme"},
     ],
     ids=[
         "one process, 4 x 2",
@@ -54,6 +55,7 @@ def saved(tmp_path_factory):
         "two processes, pinned host",
         "two processes, by columns",
         "four, by both",
+        "two processes, each with all of it on disk",
     ],
 )
 def test_a_restore_on_another_mesh_is_exact_and_reads_only_what_it_holds(saved, layout):
@@ -63,6 +65,19 @@ def test_a_restore_on_another_mesh_is_exact_and_reads_only_what_it_holds(saved, 
         # The metadata, and where an array is cut across its chunks the ends of chunks that lie in both halves.
         assert answer["read"] <= 1.1 * answer["distinct"] + 2 * MIB, answers
         assert answer["peak"] <= answer["held"] + SPARE, answers
+
+
+def test_what_two_processes_have_on_disk_is_restored_by_one_and_by_two(tmp_path):
+    layout = {"processes": 2, "devices": 1, "axes": {"fsdp": 2}, "spec": ["fsdp", None], "kind": "nvme"}
+    run("save", tmp_path, **layout)
+    directory = tmp_path / "snapshots" / "step_0000000005"
+    files = {path: path.stat().st_nlink for path in (directory / "state" / "params.kernel").rglob("?/?/?")}
+    assert len(files) == 2 and set(files.values()) == {1}, (
+        "the working files are gone, and those of the snapshot are left"
+    )
+    alone = {"processes": 1, "devices": 2, "axes": {"fsdp": 2}, "spec": [None, "fsdp"]}
+    for answer in [*run("restore", tmp_path, **layout), *run("restore", tmp_path, **alone)]:
+        assert answer["is_right"]
 
 
 def test_damage_that_one_process_meets_is_told_alike_on_all(tmp_path):
