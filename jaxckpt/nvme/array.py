@@ -106,3 +106,8 @@ def savers(struct: NvmeStruct) -> dict[Place, int]:
 def box_of(layout: Layout, place: Place) -> Box:
     """The part of the array that the shard at `place` is."""
     return tuple(slice(p * n, (p + 1) * n) for p, n in zip(place, layout.shard, strict=True))
+
+
+def on_disk(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Those leaves of a flat plan or state that live on disk."""
+    return {path: x for path, x in flat.items() if isinstance(x, NvmeStruct)}

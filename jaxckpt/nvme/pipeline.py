@@ -16,7 +16,6 @@ from jaxckpt.nvme.array import NvmeArray, Place
 from jaxckpt.nvme.rooms import shards, view
 from jaxckpt.nvme.store import WAY_OUT, NvmeStore, told
 from jaxckpt.snapshot.direct import read_shard, write_shard
-from jaxckpt.state.nvme import NvmeStruct
 
 Leaves = dict[str, jax.Array]
 Marks = Mapping[str, tuple[jax.Array, jax.Array]]
@@ -157,7 +156,7 @@ class Flow:
             if not jobs:
                 self._release(i, leaves)
         if jobs:
-            self._pipeline.clock.submit(self._write_when_computed, i, leaves, jobs)
+            self._pipeline.clock.submit(self._write_when_computed, i, leaves, marks, jobs)
 
     def finish(self) -> tuple[dict[str, NvmeArray], Moved]:
         """Waits until all is written and makes it the current generation: {path: leaf}, and what was moved."""
@@ -224,8 +223,9 @@ class Flow:
             self._computed = time.perf_counter()
         return True
 
-    def _write_when_computed(self, i: int, leaves: Leaves, jobs: list[tuple[str, Place]]) -> None:
-        if self._tell_time(leaves):
+    def _write_when_computed(self, i: int, leaves: Leaves, marks: Marks, jobs: list[tuple[str, Place]]) -> None:
+        # The marks, too: their memory is given away when it is written, and may be filled anew.
+        if self._tell_time((leaves, marks)):
             for path, place in jobs:
                 self._pipeline.writers.submit(self._write, i, leaves, path, place)
 
@@ -313,8 +313,3 @@ class Flow:
         """Waits until no thread touches memory or files any more; not for a disk that hangs."""
         with self._changed:
             self._changed.wait_for(lambda: not self._active, min(self._pipeline.wait_s, 10.0))
-
-
-def leaves_of(state: Mapping[str, object]) -> dict[str, NvmeStruct]:
-    """Those of a flat plan or state that live on disk."""
-    return {path: x for path, x in state.items() if isinstance(x, NvmeStruct)}

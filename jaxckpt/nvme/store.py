@@ -22,6 +22,7 @@ from typing import TextIO
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxckpt.errors import OffloadError, PlanError, listed
 from jaxckpt.nvme.array import NvmeArray, Place, box_of, holders, layout_of
@@ -29,7 +30,6 @@ from jaxckpt.nvme.rooms import Rooms, view
 from jaxckpt.snapshot.direct import Box, DamagedFile, Layout, write_shard
 from jaxckpt.snapshot.direct_file import Counters, File, make_file
 from jaxckpt.state.fingerprint import of_array
-from jaxckpt.state.mesh import replicated
 from jaxckpt.state.nvme import NvmeStruct
 
 GENERATIONS = 2
@@ -50,7 +50,7 @@ class _Leaf:
 
 
 class NvmeStore:
-    """The working files of one process; its directories are its own from construction until `close`.
+    """The working files of one process; its directories are its own from `open` to `close`.
 
     `write` gives a leaf its first bytes; from then on a step reads `current` and writes to `target`, and `commit` makes
     what was written the current generation. Raises OffloadError, with the file or directory, for what a disk refuses.
@@ -59,25 +59,29 @@ class NvmeStore:
     def __init__(
         self, dirs: Sequence[str], leaves: Mapping[str, NvmeStruct], *, run_id: str, snapshot_copies: int = 1
     ) -> None:
-        """Takes the directories and all the room that `leaves` (by path in the state) need in them.
+        """Only plans; `open` does the rest. `leaves` are by path in the state.
 
-        The parts of this process are dealt out over `dirs`, so that all of them are read at the same time. There must be
+        The shards of this process are dealt out over `dirs`, so that all of them are read at the same time. There must be
         room for two generations and for `snapshot_copies` more, which is what linked snapshots come to hold.
         """
         if not dirs or len(set(map(os.path.realpath, dirs))) < len(dirs):
             raise PlanError(f"nvme_dirs must name one or several different directories; found {list(dirs)}")
         self._roots = [os.path.join(d, f"{run_id}.p{jax.process_index()}") for d in dirs]
-        self._is_closed = False
+        self._snapshot_copies, self._is_open = snapshot_copies, False
         self.counters, self.rooms = Counters(), Rooms(0)
         self._locks: list[TextIO] = []
-        self._leaves: dict[str, _Leaf] = {}
+        self._leaves = self._lay_out(leaves)
+
+    def open(self) -> None:
+        """Takes the directories, with all the room that the leaves need in them, and removes what a killed run has left."""
+        assert not self._is_open, "open() comes once"
         try:
             for root in self._roots:
                 self._locks.append(_lock(root))
                 _sweep(root)
-            self._leaves = self._lay_out(leaves)
-            self._check_space(snapshot_copies)
+            self._check_space(self._snapshot_copies)
             self._make_files()
+            self._is_open = True
         except BaseException as e:
             self.close()
             if isinstance(e, OSError):
@@ -175,7 +179,9 @@ class NvmeStore:
 
     def close(self) -> None:
         """Removes the working files and gives the directories free. What snapshots have linked stays theirs."""
-        self._is_closed = True
+        self._is_open = False
+        for leaf in self._leaves.values():
+            leaf.generation, leaf.current = 0, None
         self.rooms.clear()
         for root, lock in zip(self._roots, self._locks, strict=False):
             shutil.rmtree(os.path.join(root, "work"), ignore_errors=True)
@@ -183,13 +189,14 @@ class NvmeStore:
         self._locks = []
 
     def __enter__(self) -> "NvmeStore":
+        self.open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _is_newest(self, leaf: _Leaf, generation: int) -> bool:
-        return leaf.generation == generation and not self._is_closed
+        return leaf.generation == generation and self._is_open
 
     def _lay_out(self, leaves: Mapping[str, NvmeStruct]) -> dict[str, _Leaf]:
         """Deals the shards of this process out: each to the directory that has got the fewest bytes so far."""
@@ -280,7 +287,7 @@ def told(error: Exception, file: str, doing: str) -> Exception:
 
 def _all_finite(x: jax.Array, struct: NvmeStruct) -> jax.Array:
     """bool[], the same on every process."""
-    return jax.jit(is_all_finite, out_shardings=replicated(struct.sharding.mesh))(x)
+    return jax.jit(is_all_finite, out_shardings=NamedSharding(struct.sharding.mesh, PartitionSpec()))(x)
 
 
 def is_all_finite(x: jax.Array) -> jax.Array:
