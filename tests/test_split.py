@@ -63,7 +63,7 @@ SETUPS = {
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
     "ademamix": optax.contrib.ademamix(1e-2),
     "sm3": optax.sm3(1e-2),
-    "add_noise": optax.chain(optax.add_noise(1e-3, 0.5, key=jax.random.key(0, impl="rbg")), optax.adam(1e-2)),
+    "add_noise": optax.chain(optax.add_noise(1e-3, 0.5, key=jax.random.key(0, impl="rbg")), optax.sgd(1e-2)),
     "conditionally": optax.chain(optax.conditionally_transform(optax.clip(0.01), lambda n: n > 1), optax.adam(1e-2)),
     "muon": optax.contrib.muon(1e-2),
     "clip_by_global_norm": optax.chain(clip, optax.adamw(1e-2)),
@@ -75,11 +75,10 @@ SETUPS = {
 GLOBAL = ("clip_by_global_norm", "apply_if_finite", "apply_if_finite, clip", "normalize", "skip_not_finite")
 
 
-def trained(step, tx, weights, *, n=4):
+def trained(step, weights, state, *, n=4):
     """Leaves of weights and optimizer state after n steps."""
     rng = np.random.default_rng(1)
-    state = jax.jit(tx.init)(weights)
-    weights = jax.tree.map(jnp.copy, weights)  # the steps donate them
+    weights, state = jax.tree.map(jnp.copy, (weights, state))  # the steps donate them
     for _ in range(n):
         grads = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.2, x.shape), x.dtype), weights)
         weights, state = step(weights, state, grads)
@@ -106,8 +105,9 @@ def test_four_steps_in_buckets_are_bitwise_those_of_optax(name):
     split = split_update(tx, WEIGHTS)
     assert split.kind == ("global+leaf" if name in GLOBAL else "leaf")
     # A jit for each bucket, one of them of a single leaf, is where XLA may divide by a scalar in another way.
-    apart = trained(step_in_parts(split, BUCKETS, is_apart=True), tx, WEIGHTS)
-    assert differing(trained(optax_step(tx), tx, WEIGHTS), apart) == []
+    state = jax.jit(tx.init)(WEIGHTS)
+    apart = trained(step_in_parts(split, BUCKETS, is_apart=True), WEIGHTS, state)
+    assert differing(trained(optax_step(tx), WEIGHTS, state), apart) == []
 
 
 @pytest.mark.parametrize("name", ["adamw", "apply_if_finite, clip", "muon"])
@@ -115,8 +115,9 @@ def test_so_are_they_in_one_jit_with_a_leaf_a_bucket_and_a_scalar_weight(name):
     weights = {**WEIGHTS, "temperature": array()}
     tx = SETUPS[name]
     split = split_update(tx, weights)
-    parts = trained(step_in_parts(split, [(path,) for path in split.weights], is_apart=False), tx, weights)
-    assert differing(trained(optax_step(tx), tx, weights), parts) == []
+    state = jax.jit(tx.init)(weights)
+    parts = trained(step_in_parts(split, [(path,) for path in split.weights], is_apart=False), weights, state)
+    assert differing(trained(optax_step(tx), weights, state), parts) == []
 
 
 def test_the_owner_of_state_is_read_from_the_update():
@@ -135,8 +136,12 @@ def test_nothing_global_is_read_where_every_leaf_goes_by_itself():
 
 
 REFUSED = {
-    "prodigy": (optax.contrib.prodigy(), "opt_state/1/estim_lr needs", "opt_state: device"),
-    "dadapt_adamw": (optax.contrib.dadapt_adamw(1.0), "opt_state/estim_lr needs", "opt_state: device"),
+    "prodigy": (
+        optax.contrib.prodigy(),
+        r"needs:\n  opt_state/estim_lr needs gradients and optimizer state of 3 weights",
+        "opt_state: device",
+    ),
+    "dadapt_adamw": (optax.contrib.dadapt_adamw(1.0), r"needs:\n  opt_state/estim_lr needs", "opt_state: device"),
     "clip after adam": (
         optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0)),
         r"updates/layer/w needs gradients and optimizer state of 2 other weights \(embed, layer/b\)",
@@ -176,15 +181,15 @@ def test_state_that_changes_its_form_is_refused():
     assert "opt_state/n: given int32[], returned int32[2]" in str(error.value)
 
 
-def test_four_hundred_leaves_take_seconds():
-    weights = {str(i): {k: jax.ShapeDtypeStruct((8, 8), jnp.float32) for k in "abcd"} for i in range(100)}
+def test_two_hundred_leaves_take_little_longer_than_their_trace():
+    weights = {str(i): {k: jax.ShapeDtypeStruct((8, 8), jnp.float32) for k in "abcd"} for i in range(50)}
     tx = optax.chain(clip, optax.adamw(1e-2))
     traced = time.process_time()
     jax.make_jaxpr(tx.update)(weights, jax.eval_shape(tx.init, weights), weights)
     traced = time.process_time() - traced
     start = time.process_time()
     split = split_update(tx, weights)
-    for i in range(0, 400, 2):
+    for i in range(0, 200, 2):
         split.bucket(split.weights[i : i + 2])
     # The trace itself is most of it; anything quadratic in the leaves would be many times that.
     assert time.process_time() - start < 4 * traced

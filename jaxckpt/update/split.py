@@ -207,8 +207,8 @@ class _Flow:
 
     def kinds_of(self, x: int) -> str:
         band = lambda i: self.taint[x] >> (i * self.n) & ((1 << self.n) - 1)
-        kinds = [name for i, name in enumerate(("gradients", "weights", "optimizer state")) if band(i)]
-        return " and ".join(kinds)
+        *first, last = (name for i, name in enumerate(("gradients", "weights", "optimizer state")) if band(i))
+        return " and ".join([", ".join(first), last] if first else [last])
 
     def is_shared_scalar(self, x: Operand) -> bool:
         """Over several weights, or over none but not constant, and without their state: a value of the global phase."""
@@ -253,41 +253,40 @@ def _check(flow: _Flow, program: Program, paths: tuple[str, ...], owner: Mapping
         *((f"updates/{path}", path) for path in paths),
         *((f"opt_state/{path}", whose) for path, whose in owner.items()),
     ]
-    refused = [
-        (name, x, others)
+    refused = {
+        (name, whose): (flow.kinds_of(x), others)
         for (name, whose), x in zip(outputs, program.outputs, strict=True)
         if isinstance(x, int) and (others := flow.leaves_of(x, but=whose))
-    ]
+    }
     if not refused:
         return
+    # What no weight owns comes first: it is often the cause of the rest, and a long list is cut.
     problems = [
-        f"{name} needs {flow.kinds_of(x)} of {len(others)} other weight{'s' * (len(others) > 1)}"
-        f" ({', '.join(others[:2])}{', ...' if len(others) > 2 else ''})"
-        for name, x, others in refused
+        f"{name} needs {kinds} of {len(others)} {'weights' if whose is None else 'other weights'} "
+        f"({', '.join(others[:2])}{', ...' if len(others) > 2 else ''})"
+        for (name, whose), (kinds, others) in sorted(refused.items(), key=lambda item: item[0][1] is not None)
     ]
+    uses_state = any("optimizer state" in kinds for kinds, _ in refused.values())
     raise PlanError(
         "this optimizer cannot be updated one part of the weights at a time, which state off the device needs:\n"
-        f"{listed(problems)}\n{_way_out([name for name, _, _ in refused], flow, refused, owner)}"
+        f"{listed(problems)}\n{_way_out([name for name, _ in refused], uses_state, owner)}"
     )
 
 
-def _way_out(names: list[str], flow: _Flow, refused: list[Any], owner: Mapping[str, str | None]) -> str:
-    uses_state = any("optimizer state" in flow.kinds_of(x) for _, x, _ in refused)
-    keep = "or keep its state on the device (placement.opt_state: device)."
+def _way_out(names: list[str], uses_state: bool, owner: Mapping[str, str | None]) -> str:
+    keep = "keep its state on the device (placement.opt_state: device)."
     if uses_state and any("acc_grads" in path.split("/") for path in owner):
         return (
             "A norm or another sum over the gradients that optax.MultiSteps has collected cannot be had before all are "
-            f"there: accumulate with accumulation_steps instead of MultiSteps, {keep}"
+            f"there: accumulate with accumulation_steps instead of MultiSteps, or {keep}"
         )
     if uses_state and all(name.startswith("updates/") for name in names):
         return (
             "A norm or another sum over all updates is taken after the optimizer's own state has gone in, as "
             "clip_by_global_norm after scale_by_adam does: put it first in the chain, or clip the gradients by "
-            f"max_grad_norm, {keep}"
+            f"max_grad_norm, or {keep}"
         )
     what = (
-        "estimates one quantity from the state of all weights"
-        if uses_state
-        else "mixes the elements of several weights"
+        "estimates something from the state of all weights" if uses_state else "mixes the elements of several weights"
     )
-    return f"It {what}, so that no part can be updated before all are there: keep its state on the device (placement.opt_state: device)."
+    return f"It {what}, so that no part can be updated before all are there: {keep}"
