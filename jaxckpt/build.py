@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from jaxckpt.distributed.start import join, use_cpu_devices
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import ConfigError
 from jaxckpt.models import llama
+from jaxckpt.models.layers import Layers
 from jaxckpt.observe.phases import Phases
 from jaxckpt.run import Run
 from jaxckpt.snapshot import resume as resuming
@@ -55,6 +56,12 @@ def build(config: cf.RunConfig, *, allow_changed: Sequence[str] = (), phases: Ph
     except BaseException:
         snapshots.close()
         raise
+
+
+def build_unopened(config: cf.RunConfig) -> Run:
+    """The run that `config` describes, to plan it: its run directory is neither read nor written, and nothing is saved."""
+    _start_jax(config)
+    return _build(cf.resolve(config, None), None, (), Phases())
 
 
 def import_target(key: str, target: str) -> Any:
@@ -106,22 +113,23 @@ def _stored_config(config: cf.RunConfig, snapshots: Snapshots) -> Mapping[str, A
     return None
 
 
-def _build(config: cf.RunConfig, snapshots: Snapshots, allow_changed: Sequence[str], phases: Phases) -> Run:
+def _build(config: cf.RunConfig, snapshots: Snapshots | None, allow_changed: Sequence[str], phases: Phases) -> Run:
     mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     with phases.phase("data"):
         data = _data(config)
-    model, loss, rules = _model(config, data.vocab_size, tensor=mesh.shape["tensor"])
+    model = _model(config, data.vocab_size, tensor=mesh.shape["tensor"])
     schedule = _schedule(config)
     dtype = config.model.compute_dtype
     return Run(
-        model=model,
-        loss=loss,
+        model=model.make,
+        loss=model.loss,
+        layers=model.layers,
         optimizer=_optimizer(config.optimizer, schedule),
         data=data.train,
         global_batch=config.data.batch_size,
         seed=config.seed,
         mesh=mesh,
-        rules=tuple((k, _spec(v)) for k, v in config.mesh.rules.items()) + tuple(rules),
+        rules=tuple((k, _spec(v)) for k, v in config.mesh.rules.items()) + tuple(model.rules),
         placement=_placement(config.placement),
         compute_dtype=None if dtype == "float32" else dtype,
         accumulation_steps=config.optimizer.accumulation_steps,
@@ -187,12 +195,21 @@ def _store_data(data: cf.StoreData, seed: int) -> _Data:
     return _Data(train, sets.held_out, identity, sets.vocab_size)
 
 
-def _model(config: cf.RunConfig, tokens: int | None, *, tensor: int) -> tuple[Any, Any, Any]:
-    """(model builder, loss, sharding rules); `tokens` is the size of the data's vocabulary, where it is known."""
+@dataclass(frozen=True)
+class _Model:
+    make: Callable[[nnx.Rngs], nnx.Module]
+    loss: Any
+    rules: Sequence[tuple[str, P]] = ()
+    layers: Layers | None = None
+
+
+def _model(config: cf.RunConfig, tokens: int | None, *, tensor: int) -> _Model:
+    """`tokens` is the size of the data's vocabulary, where it is known."""
     section = config.model
     if isinstance(section, cf.ImportModel):
         make, args = import_target("model.target", section.target), section.args
-        return lambda rngs: make(rngs=rngs, **args), import_target("model.loss", section.loss), ()
+        layers = import_target("model.layers", section.layers) if section.layers else None
+        return _Model(lambda rngs: make(rngs=rngs, **args), import_target("model.loss", section.loss), (), layers)
     vocab_size = section.vocab_size or tokens
     if vocab_size is None or (tokens is not None and vocab_size < tokens):
         raise ConfigError(
@@ -211,7 +228,7 @@ def _model(config: cf.RunConfig, tokens: int | None, *, tensor: int) -> tuple[An
     def make_llama(rngs: nnx.Rngs) -> nnx.Module:
         return llama.Llama(shape, rngs=rngs)
 
-    return make_llama, llama.loss, llama.SHARDING_RULES
+    return _Model(make_llama, llama.loss, llama.SHARDING_RULES, None if shape.scan_layers else llama.LAYERS)
 
 
 def _schedule(config: cf.RunConfig) -> optax.Schedule | None:
