@@ -1,6 +1,6 @@
 """`python -m jaxckpt …`: the commands beside training. None of them touches an accelerator.
 
-Exit codes: 0 done, good, equal; 1 damaged (`verify`) or different (`diff`); 2 it could not be done, and why.
+Exit codes: 0 done, good, equal; 1 damaged (`verify`), different (`diff`), too large (`plan`); 2 it could not be done, and why.
 """
 
 import json
@@ -297,6 +297,37 @@ def prepare(
     typer.echo(text, err=bool(code))
     if code:
         raise typer.Exit(code)
+
+
+@app.command()
+def plan(
+    config: Annotated[str, typer.Option("--config", metavar="FILE", help="YAML file, as for python -m jaxckpt.train")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="of the file")] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="compile for h200, a100-80, a100-40, rtx4090, l4 or cpu")
+    ] = None,
+    devices: Annotated[int | None, typer.Option("--devices", help="in all  [default: mesh.cpu_devices, or 1]")] = None,
+    device_memory: Annotated[str | None, typer.Option("--device-memory", metavar="SIZE", help="of each device")] = None,
+    host_memory: Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="of each process")] = None,
+    h2d: Annotated[str | None, typer.Option("--h2d", metavar="RATE", help="to the device, such as 25GB/s")] = None,
+    d2h: Annotated[str | None, typer.Option("--d2h", metavar="RATE", help="from the device")] = None,
+    disk_read: Annotated[str | None, typer.Option("--disk-read", metavar="RATE", help="of each process")] = None,
+    disk_write: Annotated[str | None, typer.Option("--disk-write", metavar="RATE", help="of each process")] = None,
+    flops: Annotated[str | None, typer.Option("--flops", metavar="RATE", help="of each device: 400TFLOP/s")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a run will need, before it runs: memory, disk, seconds a step. Exit code 0: it fits, 1: it does not.
+
+    Works without an accelerator, allocates nothing, and leaves the run directory alone.
+    """
+    from jaxckpt.planning import command
+
+    rates = {"h2d": h2d, "d2h": d2h, "disk_read": disk_read, "disk_write": disk_write, "flops": flops}
+    found = command.run(config, overrides or (), (target, devices, device_memory, host_memory, rates), as_json=as_json)
+    if as_json:
+        _echo_json(found)
+    if not found["fits"]:
+        raise typer.Exit(1)
 
 
 def _verify_stores(path: str, as_json: bool) -> None:

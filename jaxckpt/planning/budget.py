@@ -32,6 +32,12 @@ _ORDER = ("opt_state", "master", "params")
 _EACH = {"device": "of each device", "host": "of each process", "nvme": "on the disks of each process"}
 
 
+class DoesNotFit(PlanError):
+    """There is no placement within the budget; the text names the least that would do."""
+
+    exit_code = 1
+
+
 @dataclass(frozen=True)
 class Budget:
     """What there is room for, in bytes; None: no limit. `nvme` 0: no disk may be used."""
@@ -67,6 +73,8 @@ class Choice:
     """of each process, all in all"""
     nvme_bytes: int
     """on the disks of each process, both generations"""
+    lasting_bytes: int
+    """of `device_bytes`, the state and the gradients: what is left when activations and buckets come and go"""
 
 
 @dataclass(frozen=True)
@@ -93,26 +101,27 @@ def choose_placement(
 ) -> Choice:
     """The cheapest placement that fits `budget`, for the state of `plan` (its tiers do not matter).
 
-    `local_devices`: devices of each process; those of this one by default. Raises PlanError with the smallest budget that
+    `local_devices`: devices of each process; those of this one by default. Raises DoesNotFit with the smallest budget that
     would do, one resource at a time, where nothing fits.
     """
     room = _Room(plan, needs, local_devices, bucket_bytes)
     found = room.choose(budget)
     if isinstance(found, str):
-        raise PlanError(room.refusal(budget, found))
+        raise DoesNotFit(room.refusal(budget, found))
     away, disk = found
     return Choice(
         room.placement(away, disk, nvme_dirs),
         room.device_sizes[away],
         room.host_sizes(away)[disk],
         room.disk_sizes(away)[disk],
+        room.lasting_sizes[away],
     )
 
 
 def refine(choose: Callable[[int], Choice], peak_of: Callable[[Placement], int], limit: int) -> tuple[Choice, int]:
-    """(choice, its peak): `choose(bytes beside what is known)` until the compiler's own peak is at most `limit`.
+    """(choice, its peak): `choose(working bytes)` until the compiler's own peak is at most `limit`.
 
-    `peak_of` compiles, which takes long; three tries mend what arithmetic does not know of activations. Raises PlanError
+    `peak_of` compiles, which takes long; three tries mend what arithmetic does not know of activations. Raises DoesNotFit
     where the peak stays above the limit.
     """
     working, peak, choice = 0, 0, choose(0)
@@ -120,9 +129,9 @@ def refine(choose: Callable[[int], Choice], peak_of: Callable[[Placement], int],
         peak = peak_of(choice.placement)
         if peak <= limit:
             return choice, peak
-        working += peak - choice.device_bytes
+        working = max(working, peak - choice.lasting_bytes)
         choice = choose(working)
-    raise PlanError(f"the compiled step takes {peak:,} bytes of each device and the budget has {limit:,}")
+    raise DoesNotFit(f"the compiled step takes {peak:,} bytes of each device and the budget has {limit:,}")
 
 
 class _Room:
@@ -135,7 +144,7 @@ class _Room:
         self.pieces = self._pieces()
         params = sum(x.device_bytes for x in self.leaves if x.group == "params")
         self.gradient_bytes = params if needs.gradient_bytes is None else needs.gradient_bytes
-        self.device_sizes = self._device_sizes()
+        self.device_sizes, self.lasting_sizes = self._device_sizes()
         self._host: dict[int, list[int]] = {}
 
     def choose(self, budget: Budget) -> tuple[int, int] | str:
@@ -210,16 +219,22 @@ class _Room:
             pieces += [found] * bool(found) if group == "params" else [[x] for x in found]
         return pieces
 
-    def _device_sizes(self) -> list[int]:
-        """Device memory with the first 0, 1, 2... pieces off it."""
+    def _device_sizes(self) -> tuple[list[int], list[int]]:
+        """Device memory with the first 0, 1, 2... pieces off it: all of it, and the state and gradients of it."""
         stays = sum(x.device_bytes for x in self.leaves)
-        bucket, sizes = _Bucket(self.bucket_bytes), [stays + self.gradient_bytes + self.needs.working_bytes]
+        bucket, working = _Bucket(self.bucket_bytes), self.needs.working_bytes
+        lasting = [stays + self.gradient_bytes]
+        sizes = [lasting[0] + working]
         for piece in self.pieces:
             stays -= sum(x.device_bytes for x in piece)
-            gradients = 0 if piece[0].group == "params" else self.gradient_bytes
             streamed = _BUCKETS_ON_DEVICE * bucket.add(piece)
-            sizes.append(stays + gradients + self.needs.working_bytes + streamed)
-        return sizes
+            if piece[0].group == "params":  # buckets are updated in the midst of the backward pass
+                lasting.append(stays)
+                sizes.append(stays + working + streamed)
+            else:  # and otherwise after it, when the activations are gone
+                lasting.append(stays + self.gradient_bytes)
+                sizes.append(stays + self.gradient_bytes + max(working, streamed))
+        return sizes, lasting
 
     def _gone(self, away: int) -> list[_Leaf]:
         return [x for piece in self.pieces[:away] for x in piece]

@@ -15,7 +15,7 @@ from jaxckpt.errors import PlanError
 
 GIB = 1 << 30
 _DEFAULT_FRACTION = 0.75
-"""of the device's memory, which JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise (JAX: GPU memory allocation)"""
+"""of the device's memory, which JAX takes unless XLA_CLIENT_MEM_FRACTION says otherwise (JAX: GPU memory allocation)"""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,15 @@ class Target:
 
     def usable_bytes(self, environ: Mapping[str, str] = os.environ) -> int:
         """What JAX's allocator will take of the device's memory, under the process's environment."""
-        text = environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "") or environ.get("XLA_CLIENT_MEM_FRACTION", "")
+        # As jaxlib/xla_client.py reads them; the second is the older name.
+        names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+        name = next((n for n in names if environ.get(n)), None)
         try:
-            fraction = float(text) if text else _DEFAULT_FRACTION
+            fraction = float(environ[name]) if name else _DEFAULT_FRACTION
         except ValueError:
-            raise PlanError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: {text!r} is no number; expected one as in 0.92") from None
-        if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") in ("platform", "cuda_async") and not text:
-            fraction = 1.0
+            raise PlanError(f"{name}: {environ[name or '']!r} is no number; expected one as in 0.92") from None
+        if environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform" and not name:
+            fraction = 1.0  # it takes what is asked for, when it is asked for
         return int(self.memory_bytes * min(fraction, 1.0))
 
 

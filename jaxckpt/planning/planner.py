@@ -1,0 +1,359 @@
+"""Makes the plan of a configured run, on CPU, without allocating any of it."""
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from jaxckpt import config as cf
+from jaxckpt.build import build_unopened
+from jaxckpt.data.command import parse_bytes
+from jaxckpt.errors import PlanError
+from jaxckpt.planning import bandwidth, guards, report
+from jaxckpt.planning.bandwidth import Rate, Rates
+from jaxckpt.planning.budget import Budget, Choice, Needs, choose_placement, refine
+from jaxckpt.planning.flops import count_flops
+from jaxckpt.planning.gpu import GpuPlan, compile_for, read_plan
+from jaxckpt.planning.report import PlanReport, Use, tier_bytes
+from jaxckpt.planning.subject import Subject, subject_of
+from jaxckpt.planning.targets import Target, target_named
+from jaxckpt.state.memory import GroupSize
+from jaxckpt.state.plan import Placement
+
+_NOT_COMPILED = "the step was not compiled: activations are not counted; give --target"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the plan is for, beside the configuration."""
+
+    target: str | None = None
+    """None: arithmetic alone, without a compiler"""
+    devices: int | None = None
+    """of all processes together; None: mesh.cpu_devices, or 1"""
+    device_memory: str | None = None
+    host_memory: str | None = None
+    rates: Mapping[str, str | None] = field(default_factory=dict)
+    """of the fields of Rates: texts such as 25GB/s"""
+
+
+def make_plan_report(config: cf.RunConfig, wanted: Wanted) -> PlanReport:
+    """The plan of the run that `config` describes; neither its run directory nor any accelerator is touched.
+
+    Raises PlanError (or another JaxckptError) where there is nothing to plan: a model that cannot be laid out, a
+    compiler that is not there. What does not fit is no error: the report's `problems` say it.
+    """
+    logging.getLogger("jax").setLevel(logging.ERROR)
+    target = None if wanted.target in (None, "cpu") else target_named(wanted.target or "")
+    processes = config.distributed.num_processes or 1
+    devices = wanted.devices or (config.mesh.cpu_devices or 1) * processes
+    if devices % processes:
+        raise PlanError(f"--devices {devices}: must be a multiple of distributed.num_processes, {processes}")
+    local = config.model_copy(
+        update={
+            "mesh": config.mesh.model_copy(update={"cpu_devices": devices}),
+            "distributed": cf.Distributed(),
+            "resume": "latest",
+        }
+    )
+    return _Planner(local, wanted, target, devices, processes).make()
+
+
+class _Planner:
+    def __init__(
+        self, config: cf.RunConfig, wanted: Wanted, target: Target | None, devices: int, processes: int
+    ) -> None:
+        self.config, self.wanted, self.target = config, wanted, target
+        self.devices, self.processes = devices, processes
+        self.local_devices = devices // processes
+        self.compiled: dict[Placement, dict[str, GpuPlan]] = {}
+        self.process_bytes = psutil.Process().memory_info().rss
+        section = config.placement.budget
+        self.budget = section if section is not None and section != type(section)() else None
+        self.device_limit, self.device_source = self._device_limit()
+        self.host_limit, self.host_source = self._host_limit()
+
+    def make(self) -> PlanReport:
+        subject = self._subject()
+        groups = report.state_groups(subject.plan)
+        programs = self._compile(subject)
+        uses = self._uses(subject, groups, programs)
+        problems = report.problems_of(uses, programs)
+        traffic = report.traffic_of(
+            groups,
+            programs if self.target else {},
+            local_devices=self.local_devices,
+            microbatches=self.config.optimizer.accumulation_steps,
+        )
+        rates = self._rates(subject.placement)
+        flops = sum(count_flops(traced.jaxpr) for traced in subject.programs.values())
+        return PlanReport(
+            target=self.wanted.target or "any device",
+            devices=self.devices,
+            processes=self.processes,
+            placement=subject.placement,
+            groups=groups,
+            uses=uses,
+            programs=programs,
+            traffic=traffic,
+            rates=rates,
+            step=report.step_time(flops, self.devices, traffic, rates),
+            steps=self.config.steps,
+            problems=problems,
+            nearest=self._nearest(subject, uses) if any(not use.fits for use in uses) else (),
+            notes=self._notes(uses, programs),
+        )
+
+    # ------------------------------------------------------------------------------------------------ the subject
+
+    def _subject(self) -> Subject:
+        budget = self.budget
+        if budget is None:
+            return self._build(self.config.placement)
+        on_device = self._build(cf.Placement())
+        choose = lambda working: self._choose(on_device, self._budget(budget), working)
+        if self.target is None or budget.device is None:
+            return self._build(_as_config(choose(0).placement, self.config.placement))
+        peak_of = lambda placement: self._peak(self._build(_as_config(placement, self.config.placement)))
+        choice, _ = refine(choose, peak_of, budget.device)
+        return self._build(_as_config(choice.placement, self.config.placement))
+
+    def _build(self, placement: Any) -> Subject:
+        with build_unopened(self.config.model_copy(update={"placement": placement})) as run:
+            return subject_of(run)
+
+    def _choose(self, subject: Subject, budget: Budget, working: int) -> Choice:
+        return choose_placement(
+            subject.plan,
+            budget,
+            needs=self._needs(subject, working),
+            local_devices=self.local_devices,
+            bucket_bytes=self.config.placement.bucket_bytes,
+            nvme_dirs=tuple(self.config.placement.nvme_dir or ()),
+        )
+
+    def _needs(self, subject: Subject, working: int) -> Needs:
+        groups = report.state_groups(subject.plan)
+        beside = report.host_use(
+            [g for g in groups if g.tier == "device"],
+            Placement(),
+            self._saving(),
+            local_devices=self.local_devices,
+            process_bytes=self.process_bytes,
+        )
+        sums = self.config.optimizer.accumulation_steps > 1 or self.config.optimizer.max_grad_norm is not None
+        return Needs(max(report.batch_bytes(subject.batch), working), self._gradients(groups), beside.total, sums)
+
+    def _budget(self, section: Any) -> Budget:
+        nvme = section.nvme if self.config.placement.nvme_dir else 0
+        return Budget(section.device, section.host, nvme)
+
+    # ------------------------------------------------------------------------------------------------ the compiler
+
+    def _compile(self, subject: Subject) -> dict[str, GpuPlan]:
+        if self.wanted.target is None:
+            return {}
+        if subject.placement not in self.compiled:
+            self.compiled[subject.placement] = {
+                name: self._compile_one(traced) for name, traced in subject.programs.items()
+            }
+        return self.compiled[subject.placement]
+
+    def _compile_one(self, traced: Any) -> GpuPlan:
+        if self.target is None:
+            compiled = traced.lower().compile()
+            return read_plan(compiled, target="cpu", devices=self.devices)
+        return compile_for(self.target, traced, devices=self.devices, memory_bytes=self.device_limit)
+
+    def _peak(self, subject: Subject) -> int:
+        return max(plan.peak_bytes for plan in self._compile(subject).values())
+
+    # ------------------------------------------------------------------------------------------------ the sums
+
+    def _uses(self, subject: Subject, groups: Sequence[GroupSize], programs: Mapping[str, GpuPlan]) -> list[Use]:
+        where = {"local_devices": self.local_devices}
+        pinned = max((p.host_peak_bytes for p in programs.values()), default=None) if self.target else None
+        host = report.host_use(
+            groups,
+            subject.placement,
+            self._saving(),
+            process_bytes=self.process_bytes,
+            pinned_bytes=pinned,
+            limit=self.host_limit,
+            limit_source=self.host_source,
+            **where,
+        )
+        device = self._device_use(subject, groups, programs)
+        if self.wanted.target == "cpu":  # one memory for both
+            parts = {k: v for k, v in host.parts.items() if k != "state"}
+            device, host = (
+                None,
+                Use("host", {"devices": device.total * self.local_devices, **parts}, host.limit, host.limit_source),
+            )
+        disks = report.disk_uses(
+            groups,
+            self._saving(),
+            snapshot_room=_free(self.config.run_dir),
+            nvme_room=self._nvme_room(),
+            nvme_source="budget.nvme" if self._nvme_budget() else "free in placement.nvme_dir",
+            **where,
+        )
+        return [*([device] if device else []), host, *disks]
+
+    def _device_use(self, subject: Subject, groups: Sequence[GroupSize], programs: Mapping[str, GpuPlan]) -> Use:
+        batch = report.batch_bytes(subject.batch)
+        if programs:
+            plan = max(programs.values(), key=lambda p: p.peak_bytes)
+            parts = {
+                "state and batch": plan.argument_bytes,
+                "results beside them": plan.output_bytes - plan.alias_bytes,
+                "while the step runs": plan.temp_bytes,
+            }
+        else:
+            off = sum(g.bytes_per_device for g in groups if g.tier != "device")
+            buckets = min(2 * subject.placement.bucket_bytes, off)
+            gradients = 0 if subject.placement.params != "device" else self._gradients(groups)
+            parts = {"state": tier_bytes(groups, "device"), "batch": batch, "gradients": gradients, "buckets": buckets}
+        parts = {k: v for k, v in parts.items() if v}
+        return Use("device", parts, self.device_limit, self.device_source, is_lower_bound=not programs)
+
+    def _gradients(self, groups: Sequence[GroupSize]) -> int:
+        """Bytes a device of the gradients, which are summed up in float32 over microbatches."""
+        params = sum(g.bytes_per_device for g in groups if g.group == "params")
+        is_narrow = any(g.group == "master" for g in groups) and self.config.optimizer.accumulation_steps == 1
+        return params if is_narrow or not any(g.group == "master" for g in groups) else 2 * params
+
+    def _saving(self) -> report.Saving:
+        s = self.config.snapshots
+        return report.Saving(s.staging_bytes, s.restore_bytes, s.keep + s.keep_best)
+
+    def _rates(self, placement: Placement) -> Rates:
+        option = lambda name: f"--{name.replace('_', '-')}"
+        given = {k: bandwidth.parse_rate(option(k), text) for k, text in self.wanted.rates.items() if text}
+        if self.target is not None:
+            rates = bandwidth.published(self.target)
+        else:
+            rates = bandwidth.measured_here(self.devices) if self.wanted.target == "cpu" else Rates()
+        is_disk_known = given.get("disk_read") and given.get("disk_write")
+        if placement.nvme_dirs and not is_disk_known and Path(placement.nvme_dirs[0]).is_dir():
+            read, write = bandwidth.measure_disk(placement.nvme_dirs[0])
+            count = len(placement.nvme_dirs)
+            rates = bandwidth.with_given(
+                rates,
+                {
+                    "disk_read": Rate(read.per_s * count, f"measured, times {count}" if count > 1 else "measured"),
+                    "disk_write": Rate(write.per_s * count, f"measured, times {count}" if count > 1 else "measured"),
+                },
+            )
+        return bandwidth.with_given(rates, given)
+
+    # ------------------------------------------------------------------------------------------------ the limits
+
+    def _device_limit(self) -> tuple[int | None, str]:
+        budget = self.budget
+        found = []
+        if budget is not None and budget.device is not None:
+            found.append((budget.device, "placement.budget.device"))
+        if self.wanted.device_memory:
+            found.append((parse_bytes(self.wanted.device_memory), "--device-memory"))
+        if self.target is not None and not found:
+            usable = self.target.usable_bytes()
+            share = f"{usable / self.target.memory_bytes:.0%} of {self.target.title}; XLA_CLIENT_MEM_FRACTION"
+            found.append((usable, share))
+        return min(found, default=(None, ""), key=lambda pair: pair[0])
+
+    def _host_limit(self) -> tuple[int | None, str]:
+        budget = self.budget
+        found = []
+        if budget is not None and budget.host is not None:
+            found.append((budget.host, "placement.budget.host"))
+        if self.wanted.host_memory:
+            found.append((parse_bytes(self.wanted.host_memory), "--host-memory"))
+        if self.wanted.target == "cpu":
+            here, source = guards.host_memory_limit()
+            if here is not None:
+                found.append((here, source))
+        return min(found, default=(None, ""), key=lambda pair: pair[0])
+
+    def _nvme_budget(self) -> int | None:
+        return None if self.budget is None else self.budget.nvme
+
+    def _nvme_room(self) -> int | None:
+        free = [_free(d) for d in self.config.placement.nvme_dir or ()]
+        # Stripes take the same share of each, so the fullest disk ends first.
+        known = [n for n in free if n is not None]
+        room = [n for n in (self._nvme_budget(), min(known) * len(known) if known else None) if n is not None]
+        return min(room, default=None)
+
+    # ------------------------------------------------------------------------------------------------ ways out
+
+    def _nearest(self, subject: Subject, uses: Sequence[Use]) -> list[str]:
+        """Settings of the nearest placement that would fit, by arithmetic and with what the compiler has said of the rest."""
+        device = next((u for u in uses if u.name == "device"), None)
+        if self.wanted.target == "cpu" or device is None:
+            return []
+        groups = report.state_groups(subject.plan)
+        lasting = tier_bytes(groups, "device") + self._gradients(groups)
+        working = 0 if device.is_lower_bound else max(0, device.total - lasting)
+        budget = Budget(device.limit, self.host_limit, self._nvme_room() if self.config.placement.nvme_dir else 0)
+        try:
+            choice = self._choose(subject, budget, working)
+        except PlanError as e:
+            return str(e).splitlines()
+        return settings(choice.placement) if choice.placement != subject.placement else []
+
+    def _notes(self, uses: Sequence[Use], programs: Mapping[str, GpuPlan]) -> list[str]:
+        notes = []
+        if not programs:
+            notes.append(_NOT_COMPILED)
+        pinned = next((u.parts.get("state", 0) for u in uses if u.name == "host"), 0)
+        if self.target is not None and (gib := guards.pool_gib(pinned, {})) is not None:
+            notes.append(f"the run sets {guards.POOL}={gib}; XLA's default is 64")
+        return notes
+
+
+def settings(placement: Placement) -> list[str]:
+    """The placement as lines `placement.key=value`, without what is as in a run that says nothing."""
+    usual = Placement()
+    lines = []
+    for name in (f.name for f in fields(Placement)):
+        value = getattr(placement, name)
+        if value == getattr(usual, name):
+            continue
+        if name == "paths":
+            value = "{" + ", ".join(f"'{pattern}': {tier}" for pattern, tier in value) + "}"
+        lines.append(f"placement.{'nvme_dir' if name == 'nvme_dirs' else name}={_plain(value)}")
+    return lines
+
+
+def _as_config(placement: Placement, section: Any) -> Any:
+    return cf.Placement(
+        params=placement.params,
+        master=placement.master,
+        opt_state=placement.opt_state,
+        grads=placement.grads,
+        paths=dict(placement.paths),
+        nvme_dir=list(placement.nvme_dirs) or None,
+        nvme_cache_bytes=section.nvme_cache_bytes,
+        bucket_bytes=placement.bucket_bytes,
+    )
+
+
+def _free(directory: Any) -> int | None:
+    """Bytes free where a local directory is, or will be; None for gs:// and the like."""
+    text = os.fspath(directory)
+    if "://" in text:
+        return None
+    path = Path(text).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _plain(value: Any) -> str:
+    return "[" + ", ".join(value) + "]" if isinstance(value, tuple) else str(value)

@@ -1,0 +1,222 @@
+"""`python -m jaxckpt plan`: what it sums up and refuses; the limits of a process; the plan against what was measured."""
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from jaxckpt.cli import app
+from jaxckpt.errors import PlanError
+from jaxckpt.planning import guards
+from jaxckpt.planning.bandwidth import Rate, Rates, measure_disk, parse_rate
+from jaxckpt.planning.compare import check_measured, planned_bytes
+from jaxckpt.planning.flops import count_flops
+from jaxckpt.planning.report import Traffic, step_time
+from jaxckpt.planning.targets import GIB
+
+
+def test_products_are_counted_as_often_as_they_run():
+    def step(w, x):
+        inner = lambda w: jax.lax.scan(lambda c, wi: (jnp.tanh(c @ wi), None), x, w)[0].sum()
+        return jax.grad(inner)(w)
+
+    w, x = jnp.zeros((5, 8, 8)), jnp.zeros((4, 8))
+    once = 2 * 4 * 8 * 8
+    # Forward, and for each layer the gradient of the weight and of the layer before it.
+    assert count_flops(jax.make_jaxpr(step)(w, x)) == 5 * once + 2 * 5 * once
+    assert (
+        count_flops(jax.make_jaxpr(jax.jit(lambda w: jax.lax.cond(True, lambda a: a @ a, lambda a: a, w)))(w[0]))
+        == 2 * 8**3
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "per_s"), [("25GB/s", 25e9), ("2 GiB/s", 2 * 2**30), ("3e9", 3e9), ("400TFLOP/s", 4e14)]
+)
+def test_rates_are_read_with_their_units(text, per_s):
+    assert parse_rate("--h2d", text) == Rate(per_s, "given")
+
+
+@pytest.mark.parametrize("text", ["fast", "", "0GB/s", "-1", "GB/s"])
+def test_what_is_no_rate_is_refused_by_name(text):
+    with pytest.raises(PlanError, match="--h2d"):
+        parse_rate("--h2d", text)
+
+
+def test_the_speed_of_a_disk_is_measured_and_nothing_is_left_there(tmp_path):
+    read, write = measure_disk(tmp_path)
+    assert read.per_s > 1e5 and write.per_s > 1e5 and read.source == "measured"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(PlanError, match=r"cannot be measured: .*Give --disk-read and --disk-write"):
+        measure_disk(tmp_path / "none")
+
+
+def test_copies_of_both_directions_wait_for_one_another_and_compute_for_what_is_exposed():
+    rates = Rates(h2d=Rate(10, "given"), d2h=Rate(20, "given"), flops=Rate(100, "given"))
+    hidden = step_time(800, 2, Traffic(h2d=100, d2h=100), rates)
+    assert (hidden.compute_s, hidden.h2d_s, hidden.d2h_s, hidden.step_s) == (4, 10, 5, 15)
+    exposed = step_time(3000, 2, Traffic(h2d=100, d2h=100, exposed_h2d=50), rates)
+    assert exposed.step_s == 15 + 5
+    assert step_time(800, 2, Traffic(disk_read=8), rates).step_s is None  # nobody knows the disk
+    assert (
+        step_time(
+            800, 2, Traffic(disk_read=8, disk_write=8), replace(rates, disk_read=Rate(1, ""), disk_write=Rate(2, ""))
+        ).step_s
+        == 12
+    )
+
+
+CONFIG = """
+run_dir: {run_dir}
+steps: 10
+model: {{num_layers: 4, scan_layers: false, d_model: 64, num_heads: 2, d_ff: 128, compute_dtype: bfloat16}}
+data: {{files: [{text}], seq_len: 16, batch_size: 8, holdout: 0}}
+optimizer: {{lr: 1e-3}}
+mesh: {{fsdp: 8, cpu_devices: 8}}
+snapshots: {{keep: 2}}
+placement: {{bucket_bytes: 4KiB}}
+eval: {{every: null}}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    (tmp_path / "text.txt").write_text("Four score and seven years ago. " * 40)
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG.format(run_dir=tmp_path / "run", text=tmp_path / "text.txt"))
+    return file
+
+
+def plan(file, *arguments, code=0):
+    result = CliRunner().invoke(app, ["plan", "--config", str(file), "--json", *arguments])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_plan_counts_every_byte_and_leaves_the_run_directory_alone(config_file, tmp_path):
+    found = plan(config_file, "placement.opt_state=pinned_host", "--h2d", "1GB/s", "--d2h", "1GB/s", "--flops", "1e12")
+    groups = {(g["group"], g["tier"]): g for g in found["groups"]}
+    weights = groups["params", "device"]["total_bytes"] // 2
+    assert groups["master", "device"]["total_bytes"] == 4 * weights
+    assert groups["opt_state", "pinned_host"]["total_bytes"] == 8 * weights
+    moments = groups["opt_state", "pinned_host"]["bytes_per_device"]
+    assert found["memory"]["host"]["parts"]["state"] == 8 * moments
+    assert found["memory"]["snapshots"]["total"] == 3 * sum(g["total_bytes"] for g in found["groups"])
+    assert found["traffic"]["h2d"] == found["traffic"]["d2h"] == moments
+    assert found["step"]["h2d_s"] == moments / 1e9 and found["fits"] and found["nearest"] == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_fit_is_told_with_settings_that_would(config_file):
+    everything = plan(config_file)["memory"]["device"]["total"]
+    refused = plan(config_file, "--device-memory", str(everything // 2), code=1)
+    assert re.match(r"device: .* needed at least, .* there \(--device-memory\): .* too much", refused["problems"][0])
+    assert "placement.opt_state=pinned_host" in refused["nearest"]
+    settings = [line for line in refused["nearest"] if not line.startswith("placement.bucket_bytes")]
+    assert plan(config_file, "--device-memory", str(everything // 2), *settings)["fits"]
+
+
+def test_a_budget_in_the_configuration_chooses_and_refuses(config_file):
+    everything = plan(config_file)["memory"]["device"]["total"]
+    chosen = plan(config_file, f"placement.budget.device={everything // 2}")
+    assert chosen["placement"]["opt_state"] == "pinned_host" and chosen["fits"]
+    assert chosen["memory"]["device"]["total"] <= everything // 2 == chosen["memory"]["device"]["limit"]
+    refused = plan(config_file, f"placement.budget.device={everything // 50}", code=1)
+    assert re.search(r"budget\.device of [\d,]+ bytes .* would do", " ".join(refused["problems"]))
+
+
+def test_on_this_machine_the_compiled_step_counts(config_file):
+    found = plan(config_file, "--target", "cpu", "model.num_layers=1")
+    step = found["programs"]["step"]
+    state = sum(g["bytes_per_device"] for g in found["groups"])
+    assert step["argument_bytes"] >= state and step["alias_bytes"] >= 0.9 * state
+    assert found["memory"]["host"]["parts"]["devices"] == 8 * step["peak_bytes"]
+    assert found["memory"]["host"]["limit"] > 1 << 30
+
+
+# ------------------------------------------------------------------------------------------------ guards, comparison
+
+
+def system(tmp_path, *, memory_kb=64 << 20, cgroup="0::/job\n", files=None):
+    """A copy of what the kernel tells of a process: /proc and /sys/fs/cgroup."""
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    for path, text in {
+        proc / "meminfo": f"MemTotal:       {memory_kb} kB\nMemFree: 1 kB\n",
+        proc / "self" / "cgroup": cgroup,
+        **{cgroups / name: text for name, text in (files or {}).items()},
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return {"proc": proc, "cgroups": cgroups}
+
+
+def test_the_least_limit_of_machine_and_cgroups_counts(tmp_path):
+    assert guards.host_memory_limit(**system(tmp_path / "a")) == (64 * GIB, "the machine's memory")
+    v2 = {"job/memory.max": "max\n", "memory.max": f"{8 * GIB}\n"}
+    limit, source = guards.host_memory_limit(**system(tmp_path / "b", files=v2))
+    assert limit == 8 * GIB and source.endswith("cgroup/memory.max")
+    v1 = {
+        "memory/docker/x/memory.limit_in_bytes": f"{4 * GIB}\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    limit, _ = guards.host_memory_limit(**system(tmp_path / "c", cgroup="3:cpu:/y\n4:memory:/docker/x\n", files=v1))
+    assert limit == 4 * GIB
+    assert guards.host_memory_limit()[0] > 1 << 28  # of this very machine
+
+
+def test_more_than_the_process_may_have_is_an_error_and_a_small_ulimit_a_warning(tmp_path):
+    where = system(tmp_path, files={"job/memory.max": str(8 * GIB)})
+    with pytest.raises(PlanError, match=r"needs 9\.0 GiB in each process, and .*memory\.max allows 8\.0 GiB"):
+        guards.check_limits(0, 9 * GIB, **where, locked_limit=-1)
+    assert guards.check_limits(2 * GIB, 3 * GIB, **where, locked_limit=-1) == []
+    [warning] = guards.check_limits(2 * GIB, 3 * GIB, **where, locked_limit=64 << 20)
+    assert warning.startswith("ulimit -l is 64 MiB and 2.0 GiB are to be pinned")
+
+
+def test_the_pool_of_pinned_memory_is_set_before_the_backend_starts_or_refused():
+    environ = {}
+    guards.set_pool(40 * GIB, environ)
+    assert environ == {}  # XLA's default of 64 GiB is enough
+    guards.set_pool(100 * GIB, environ)
+    assert environ == {guards.POOL: "115"}
+    guards.set_pool(100 * GIB, environ)
+    with pytest.raises(PlanError, match=r"115 GiB and this run puts 120\.0 GiB .* set it to 138 or more\."):
+        guards.set_pool(120 * GIB, environ)
+    with pytest.raises(PlanError, match=r"64 GiB, the default, .* JAX has started already"):
+        guards.set_pool(100 * GIB, {}, is_started=True)
+    with pytest.raises(PlanError, match="'much' is no number"):
+        guards.set_pool(1, {guards.POOL: "much"})
+
+
+def test_versions_that_compile_a_feature_wrongly_are_refused_for_it():
+    guards.check_versions(["activations offloaded under scan"], "0.12.0.1")
+    guards.check_versions([], "0.10.2")
+    with pytest.raises(PlanError, match=r"jaxlib 0\.11\.2 .*\n.*gradients are wrong without an error"):
+        guards.check_versions(["activations offloaded under scan"], "0.11.2")
+
+
+class Device:
+    def __init__(self, peak):
+        self.peak = peak
+
+    def memory_stats(self):
+        return {"peak_bytes_in_use": self.peak}
+
+
+def test_the_plan_is_compared_with_the_fullest_device_or_with_the_process():
+    found = check_measured(801 << 20, devices=[Device(700 << 20), Device(812 << 20)])
+    assert found.line() == "plan: 801.00 MiB of a device, measured 812.00 MiB (+1.4 %)"
+    resident = psutil.Process().memory_info().rss
+    on_cpu = check_measured(resident // 8, before=0)
+    assert on_cpu.planned == resident // 8 * 8 and abs(on_cpu.error) < 0.5 and "of the process" in on_cpu.line()
+
+
+def test_a_compiled_step_says_what_was_planned():
+    x = jax.ShapeDtypeStruct((1 << 16,), jnp.float32)
+    compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
+    assert planned_bytes(compiled, elsewhere=5) == (1 << 18) + 5
