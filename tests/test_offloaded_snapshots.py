@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import DamagedSnapshot, OffloadError, SaveError
 from jaxckpt.nvme.store import NvmeStore
+from jaxckpt.snapshot.inspect import inspect
 from jaxckpt.snapshot.leaves import leaf_table
 from jaxckpt.snapshot.manifest import FORMAT
 from jaxckpt.snapshot.restore import Snapshot
@@ -204,6 +205,8 @@ def test_a_snapshot_of_any_tier_is_restored_to_any_other_tier_and_mesh_bit_for_b
         with store_of(plan, placement) if placement and placement.nvme_dirs else nothing() as store:
             save(snapshots, state_of(1, plan, store), plan)
             assert verify(snapshots.root, 1) == []
+        tier = inspect(snapshots.root, 1)["leaves"]["opt_state/mu/w"]["tier"]
+        assert tier == ("nvme" if placement and placement.nvme_dirs else name)
         assert same_arrays(final_leaves(tmp_path / "run"), expected), f"plain Orbax reads other bits of {name}"
         for target, (place, axes) in LAYOUTS.items():
             placement = place(tmp_path)
@@ -373,3 +376,15 @@ def test_a_kill_before_any_call_of_a_save_leaves_the_last_snapshot_or_the_new_on
             assert same(found, expected), call
             assert not any((image / "nvme").rglob("held/*")), call
     assert newest == sorted(newest) and set(newest) == {1, 2}
+
+
+def test_files_are_uploaded_to_gs_and_come_back_to_disk(gcs, tmp_path):
+    placement = disk(tmp_path)
+    plan = planned(placement, fsdp=2)
+    with Snapshots("gs://bucket/offloaded/run", timeout_s=60) as snapshots, store_of(plan, placement) as store:
+        snapshots.open(Group(timeout_s=10))
+        save(snapshots, state_of(1, plan, store), plan)
+        expected = {path: np.asarray(x) for path, x in tree.flatten(init(1)).items()}
+        for target in (plan, planned(fsdp=4)):
+            assert same(snapshots.restore(1, target, store=store).state, expected)
+        assert verify(snapshots.root, 1) == []

@@ -29,7 +29,8 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EML
 
 
 class Held:
-    """The files of a step's leaves on disk that this process saves, held until `place` has brought them into the snapshot.
+    """The files of a step's leaves on disk that this process saves, held until `release`: meanwhile
+    no step writes to them, whatever becomes of their own names.
 
     copy_bytes_per_s: what copies take at most of the disk, where they must be copied; None leaves them unbounded.
     """
@@ -51,18 +52,15 @@ class Held:
             raise
 
     def place(self, directory: epath.Path) -> None:
-        """Gives the files their names below `directory`, the snapshot that Orbax has written, and makes them last; then
-        they are held no longer. Raises OSError."""
-        try:
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-link") as pool:
-                jobs = [
-                    pool.submit(self._bring, held, _target(directory, path, place), self.leaves[path].layout.file_bytes)
-                    for (path, place), held in self._files.items()
-                ]
-            for job in jobs:
-                job.result()
-        finally:
-            self.release()
+        """Gives the files their names below `directory`, the snapshot that Orbax has written, and makes them last. They are
+        held until `release`. Raises OSError."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="jaxckpt-link") as pool:
+            jobs = [
+                pool.submit(self._bring, held, _target(directory, path, place), self.leaves[path].layout.file_bytes)
+                for (path, place), held in self._files.items()
+            ]
+        for job in jobs:
+            job.result()
 
     def release(self) -> None:
         """Lets the files go. Their directories belong to the store, and may be gone already."""
@@ -104,6 +102,7 @@ class Held:
         if os.path.getsize(held) != nbytes:
             raise OSError(errno.EIO, f"{os.path.getsize(held)} bytes, expected {nbytes}", held)
         if not is_local(target):
+            self._pace.wait(nbytes)
             gcs.upload(held, os.fspath(target))
             return
         path = os.fspath(target)
