@@ -1,10 +1,11 @@
 """From a configuration to a Run: the only place where the two meet."""
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,21 @@ from jaxckpt.errors import ConfigError
 from jaxckpt.models import llama
 from jaxckpt.models.layers import Layers
 from jaxckpt.observe.phases import Phases
+from jaxckpt.planning import guards
+from jaxckpt.planning.budget import Budget, Needs, choose_placement
 from jaxckpt.run import Run
 from jaxckpt.snapshot import resume as resuming
 from jaxckpt.snapshot.origin import Origin
 from jaxckpt.snapshot.restore import read_meta
 from jaxckpt.snapshot.snapshot import Snapshots
+from jaxckpt.state.memory import leaf_bytes
 from jaxckpt.state.mesh import make_mesh
-from jaxckpt.state.plan import Placement
+from jaxckpt.state.nvme import tier_of
+from jaxckpt.state.plan import Placement, make_plan
+from jaxckpt.state.train_state import TrainState, take_apart
 from jaxckpt.update.optimizers import make_optimizer, make_schedule
+
+log = logging.getLogger("jaxckpt")
 
 FIELDS_OF_EVERY_OPTIMIZER = frozenset(cf.Optimizer.model_fields) | {"name"}
 
@@ -89,7 +97,23 @@ def _start_jax(config: cf.RunConfig) -> None:
         assert group.num_processes is not None and group.process_id is not None  # the config's own check
         limits = {"timeout_s": group.timeout_s, "heartbeat_timeout_s": group.heartbeat_timeout_s}
         join(group.coordinator_address, group.num_processes, group.process_id, **limits)
+    limit, _ = guards.host_memory_limit()
+    if limit is not None:  # XLA's own limit on pinned host memory is 64 GiB, and is read once
+        os.environ.setdefault(guards.POOL, str(limit >> 30))
     jax.devices()
+
+
+def _check_host_memory(plan: TrainState) -> None:
+    """Warns, or raises PlanError, where this process may not have the host memory that the plan wants."""
+    pinned = sum(
+        leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) * len(x.sharding.addressable_devices)
+        for x in jax.tree.leaves(plan)
+        if tier_of(x) == "pinned_host"
+    )
+    if pinned:
+        guards.set_pool(pinned, os.environ, is_started=True)
+        for warning in guards.check_limits(pinned, pinned):
+            log.warning("%s", warning)
 
 
 def _cache_compilations(directory: str) -> None:
@@ -120,18 +144,27 @@ def _build(config: cf.RunConfig, snapshots: Snapshots | None, allow_changed: Seq
     model = _model(config, data.vocab_size, tensor=mesh.shape["tensor"])
     schedule = _schedule(config)
     dtype = config.model.compute_dtype
-    return Run(
+    dtype = None if dtype == "float32" else dtype
+    optimizer = _optimizer(config.optimizer, schedule)
+    rules = tuple((k, _spec(v)) for k, v in config.mesh.rules.items()) + tuple(model.rules)
+    placement = _placement(config.placement)
+    if config.placement.budget != cf.Budget():
+        with phases.phase("plan"):
+            parts, abstract, _ = take_apart(model.make, optimizer, seed=config.seed, compute_dtype=dtype)
+            on_device = make_plan(abstract, mesh, rules=rules, annotations=parts.annotations)
+        placement = _within_budget(config, on_device, placement)
+    run = Run(
         model=model.make,
         loss=model.loss,
         layers=model.layers,
-        optimizer=_optimizer(config.optimizer, schedule),
+        optimizer=optimizer,
         data=data.train,
         global_batch=config.data.batch_size,
         seed=config.seed,
         mesh=mesh,
-        rules=tuple((k, _spec(v)) for k, v in config.mesh.rules.items()) + tuple(model.rules),
-        placement=_placement(config.placement),
-        compute_dtype=None if dtype == "float32" else dtype,
+        rules=rules,
+        placement=placement,
+        compute_dtype=dtype,
         accumulation_steps=config.optimizer.accumulation_steps,
         max_grad_norm=config.optimizer.max_grad_norm,
         nonfinite=config.optimizer.nonfinite,
@@ -151,6 +184,9 @@ def _build(config: cf.RunConfig, snapshots: Snapshots | None, allow_changed: Seq
         timeout_s=config.distributed.timeout_s,
         phases=phases,
     )
+    if snapshots is not None:
+        _check_host_memory(run.plan)
+    return run
 
 
 @dataclass(frozen=True)
@@ -265,6 +301,25 @@ def _placement(section: cf.Placement) -> Placement:
         nvme_cache_bytes=section.nvme_cache_bytes or 0,
         bucket_bytes=section.bucket_bytes,
     )
+
+
+def _within_budget(config: cf.RunConfig, on_device: TrainState, placement: Placement) -> Placement:
+    """`placement` with the tiers that the budget of `config` chooses for a state whose plan is `on_device`."""
+    budget = config.placement.budget
+    optimizer = config.optimizer
+    choice = choose_placement(
+        on_device,
+        Budget(budget.device, budget.host, budget.nvme if placement.nvme_dirs else 0),
+        needs=Needs(sums_gradients=optimizer.accumulation_steps > 1 or optimizer.max_grad_norm is not None),
+        bucket_bytes=placement.bucket_bytes,
+        nvme_dirs=placement.nvme_dirs,
+    )
+    log.info(
+        "placement by the budget: %.1f MiB of each device (activations not counted: see `python -m jaxckpt plan --target`), "
+        "%.1f MiB of host memory, %.1f MiB on disks",
+        *(n / 2**20 for n in (choice.device_bytes, choice.host_bytes, choice.nvme_bytes)),
+    )
+    return replace(choice.placement, nvme_cache_bytes=placement.nvme_cache_bytes)
 
 
 def _spec(dims: Sequence[Any]) -> P:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxckpt import exactness
-from jaxckpt.errors import SnapshotError
+from jaxckpt.errors import PlanError, SnapshotError
 from jaxckpt.nvme.array import NvmeArray
 from jaxckpt.observe.phases import Phases
 from jaxckpt.snapshot import packing
@@ -66,6 +66,12 @@ class Program:
         return self._compiling.result()(state, batch)
 
     @property
+    def executables(self) -> list[Any]:
+        """What the step was compiled to: one program mostly; waits for the compiler."""
+        assert self._compiling is not None
+        return _executables(self._compiling.result())
+
+    @property
     def text(self) -> str:
         """The traced step."""
         assert self._text is not None
@@ -117,7 +123,24 @@ class Program:
         if self._is_kept:
             self._text = self._background.submit(exactness.program_text, traced.jaxpr)
         with self._phases.phase("compile"):
-            return lowered.compile()
+            compiled = lowered.compile()
+            if jax.default_backend() != "cpu":
+                _check_no_host_compute(compiled)
+            return compiled
+
+
+def _executables(compiled: Any) -> list[Any]:
+    return list(getattr(compiled, "programs", {"step": compiled}).values())
+
+
+def _check_no_host_compute(compiled: Any) -> None:
+    """Raises PlanError where XLA would compute with state in host memory instead of moving it, which it only logs."""
+    if any("HostExecute" in executable.as_text() for executable in _executables(compiled)):
+        raise PlanError(
+            "the compiled step computes in host memory (HostExecute), far slower than on the device and not in place: something "
+            "uses state off the device as it lies. Let the model, loss and optimizer leave placement alone "
+            "(jax.device_put, compute_on), or place that state on the device."
+        )
 
 
 def _is_done_within(future: Future[Any], timeout_s: float) -> bool:

@@ -328,6 +328,11 @@ class Run:
         self.stopped = True
         yield from reports
 
+    @property
+    def executables(self) -> list[Any]:
+        """What the compiler made of the step, for `memory_analysis` and `as_text`; waits for the compiler."""
+        return self._program.executables
+
     def evaluate(self) -> float:
         """The mean loss over the targets of the held-out batches; always the same batches, and no change to training."""
         if self._evaluation is None or self.state is None:

@@ -94,6 +94,7 @@ def train(config: "RunConfig", *, allow_changed: list[str] | tuple[str, ...], st
         from jaxckpt.build import build
         from jaxckpt.distributed import watch
         from jaxckpt.observe.progress import TrainingProgress
+        from jaxckpt.planning.compare import compare
         from jaxckpt.state.memory import memory_table
     phases.seconds["imports"] = process_age_s()  # the interpreter's own start and the first imports count too
 
@@ -137,6 +138,8 @@ def train(config: "RunConfig", *, allow_changed: list[str] | tuple[str, ...], st
                 )
                 if "first step" in phases.seconds:
                     say(f"start-up: {phases.line()}; {process_age_s():.2f} s from process start")
+                    if line := compare(run.executables):
+                        say(line)
                     phases.seconds.clear()
                     gc.freeze()
                     gc.enable()

@@ -27,10 +27,20 @@ from runs import (
 SCENARIOS = {
     "all on the device": (),
     "moments in pinned host memory": ("placement.opt_state=pinned_host",),
-    "bfloat16, master weights and moments in pinned host memory": (
+    "bfloat16, master weights and moments on local disks": (
         "model.compute_dtype=bfloat16",
+        "model.d_ff=1024",  # leaves that are worth a file
+        "placement.opt_state=nvme",
+        "placement.master=nvme",
+        "placement.nvme_dir=[{tmp_path}/a,{tmp_path}/b]",
+        "placement.bucket_bytes=100KiB",
+    ),
+    "bfloat16, parameters, master weights and moments in pinned host memory": (
+        "model.compute_dtype=bfloat16",
+        "model.scan_layers=false",
         "placement.opt_state=pinned_host",
         "placement.master=pinned_host",
+        "placement.params=pinned_host",
     ),
     "accumulation and dropout": ("optimizer.accumulation_steps=2", "model.dropout=0.2"),
 }
@@ -45,7 +55,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_resume_after_kill_is_bitwise_equal(name: str, tmp_path: Path, uninterrupted: Path) -> None:
-    overrides = SCENARIOS[name]
+    overrides = [text.format(tmp_path=tmp_path) for text in SCENARIOS[name]]
     whole = uninterrupted if not overrides else tmp_path / "whole"
     if overrides:
         train(whole, *overrides)

@@ -18,6 +18,7 @@ from jaxckpt.config.resume import Difference as Difference
 from jaxckpt.config.resume import check_resumable as check_resumable
 from jaxckpt.config.resume import differences as differences
 from jaxckpt.config.resume import resolve as resolve
+from jaxckpt.config.sections import Budget as Budget
 from jaxckpt.config.sections import Distributed as Distributed
 from jaxckpt.config.sections import Evaluation as Evaluation
 from jaxckpt.config.sections import ImportData as ImportData

@@ -226,15 +226,16 @@ class Flow:
     def _write_when_computed(self, i: int, leaves: Leaves, marks: Marks, jobs: list[tuple[str, Place]]) -> None:
         # The marks, too: their memory is given away when it is written, and may be filled anew.
         if self._tell_time((leaves, marks)):
+            # Here, in one thread: two that ask an array for its parts at the same time make JAX list them twice.
+            parts = {path: shards(leaf) for path, leaf in leaves.items()}
             for path, place in jobs:
-                self._pipeline.writers.submit(self._write, i, leaves, path, place)
+                device = self._store.devices(path)[place][0]
+                (shard,) = [x for x in parts[path] if device in x.devices()]
+                self._pipeline.writers.submit(self._write, i, leaves, path, place, shard)
 
-    def _write(self, i: int, leaves: Leaves, path: str, place: Place) -> None:
+    def _write(self, i: int, leaves: Leaves, path: str, place: Place, shard: jax.Array) -> None:
         """Writes one shard of a new leaf."""
         try:
-            array = leaves[path]
-            device = self._store.devices(path)[place][0]
-            (shard,) = [x for x in shards(array) if device in x.devices()]
             file = self._store.target(path, place)
         except BaseException as e:
             self._fail(told(e, path, "writing") if isinstance(e, Exception) else e)

@@ -54,6 +54,14 @@ def planned_bytes(compiled: Any, *, elsewhere: int = 0) -> int:
     )
 
 
+def compare(executables: Sequence[Any]) -> str | None:
+    """A line for the log after the first step; None where the backend does not tell what its devices have held (CPU)."""
+    measured = measure()
+    if not measured.is_device:
+        return None
+    return Comparison(max(map(planned_bytes, executables)), measured).line()
+
+
 def check_measured(planned: int, *, before: int = 0, devices: Sequence[Any] | None = None) -> Comparison:
     """Compares the peak since the process began with `planned` bytes of a device.
 

@@ -87,6 +87,7 @@ def _make_update(
     if all(tier_of(x) == "device" for x in jax.tree.leaves((weights_plan, plan.opt_state))):
         return make_whole_update(tx, compute_dtype=compute_dtype, is_skipping=is_skipping)
     from jaxckpt.update.buckets import make_buckets
+
     split = split_update(tx, weights_plan)
     buckets = make_buckets(split, weights_plan, plan.opt_state, bucket_bytes=placement.bucket_bytes)
     return make_streamed_update(split, buckets, plan, is_skipping=is_skipping)
