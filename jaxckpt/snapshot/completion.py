@@ -32,14 +32,14 @@ def complete(
     on_host: Mapping[str, tuple[int, ...]],
     *,
     group: Group,
-    timeout_s: float,
 ) -> dict[str, str]:
     """Returns when Orbax and all processes have written everything: the fingerprints of the leaves `on_host` (with
     their shapes).
 
-    What is `held` is in the snapshot then, or is let go. Raises where any process has an error.
+    What is `held` is in the snapshot then, or is let go. No process waits longer for another one than the group's
+    `timeout_s`. Raises where any process has an error.
     """
-    error = _error_of(lambda: response.result(timeout=timeout_s))
+    error = _error_of(lambda: response.result(timeout=group.timeout_s))
     try:
         if held.leaves or on_host:
             _agree("write a snapshot", error, group)

@@ -198,11 +198,13 @@ class Snapshots:
             self.check()
             return
 
+        # Bytes take longer than words: one process may have more to write or to copy than another.
+        group = Group(timeout_s=self.timeout_s)
         shapes = {path: x.shape for path, x in on_host.items()}
         arrays = list(large)
 
         def complete() -> dict[str, str]:
-            found = completion.complete(directory, response, held, shapes, group=self.group, timeout_s=self.timeout_s)
+            found = completion.complete(directory, response, held, shapes, group=group)
             return {**found, **_hex(fingerprints, host)}
 
         def commit(found: Mapping[str, str]) -> None:
