@@ -27,8 +27,8 @@ Leaves = dict[str, jax.Array]
 def tie(leaves: Leaves, after: Any) -> Leaves:
     """The same leaves, which exist only once all of `after` is computed.
 
-    Scalars stay outside: a scalar that two leaves of a bucket no longer share is divided by in another way (see
-    `make_buckets`), and the bits change.
+    Scalars stay outside: each would be another value in every bucket then, with a single user, and XLA divides by such a
+    one in another way, which changes the bits (see `dataflow.run`).
     """
     names = [name for name, x in leaves.items() if x.ndim]
     tied, _ = jax.lax.optimization_barrier(([leaves[name] for name in names], after))
