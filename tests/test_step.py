@@ -79,9 +79,7 @@ def test_clipping_is_optax_own(limit):
 OPTIMIZERS = {
     "adamw": {"weight_decay": 0.1},
     "adafactor": {"weight_decay": 0.1, "min_dim_size_to_factor": 4},
-    "lion": {"weight_decay": 0.1},
     "muon": {"weight_decay": 0.1, "adam_lr_scale": 0.5},
-    "sgd": {"momentum": 0.9},
 }
 
 
