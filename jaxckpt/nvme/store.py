@@ -231,7 +231,7 @@ class NvmeStore:
         for device, n in needed.items():
             stat = os.statvfs(roots[device][0])
             free, total = stat.f_bavail * stat.f_frsize, (GENERATIONS + snapshot_copies) * n
-            if free < total:
+            if free < total and stat.f_blocks:  # a file system in memory may have no limit of its own
                 problems.append(
                     f"{', '.join(roots[device])}: {_size(total)} are needed ({GENERATIONS} generations of {_size(n)}, and "
                     f"{snapshot_copies} for linked snapshots) and {_size(free)} are free"

@@ -38,7 +38,7 @@ class _Begun:
     """What the first jit leaves for the buckets, and for the new state."""
 
     sums: Leaves
-    """the gradient of the sum of losses by weight, see `mean_gradient`"""
+    """the gradient of the sum of losses by weight, see `mean_gradient`; or the mean gradient that the update takes"""
     decided: Any
     """what every bucket needs: the scalars that cross from the global phase, whether the gradient is finite, and its
     denominator and norm"""
@@ -79,6 +79,10 @@ def make_nvme_step(
         gathered=gathered,
     )  # fmt: skip
     is_skipping = nonfinite == "skip"
+    # On CPU the last bits of an update depend on whether XLA fuses the gradient's division and clipping with it. In the step
+    # with all state on the device it does, unless a norm inside the optimizer reads the clipped gradient, too: then it is
+    # computed once for both.
+    is_shared = bool(split.global_grads) and max_grad_norm is not None
 
     def begin(params: Any, model_state: Any, step: jax.Array, shared: Leaves, read: Leaves, batch: Any) -> _Begun:
         """`shared`: the optimizer's global leaves; `read`: the weights that its global phase reads."""
@@ -94,11 +98,13 @@ def make_nvme_step(
         if lr is not None:
             old = TrainState(step, None, None, tree.nest(shared), None)
             metrics = {**metrics, "lr": learning_rate(lr, old)}
-        return _Begun(tree.flatten(found.sums), decided, step + 1, model_state_now, changed, metrics)
+        return _Begun(
+            grads if is_shared else tree.flatten(found.sums), decided, step + 1, model_state_now, changed, metrics
+        )
 
     buckets = make_buckets(split, weights_plan, plan.opt_state, bucket_bytes=placement.bucket_bytes)
-    make = partial(_BucketUpdate, split, plan=plan, max_grad_norm=max_grad_norm, is_skipping=is_skipping)
-    updates = [make(bucket) for bucket in buckets]
+    finish = None if is_shared else partial(mean_gradient, max_norm=max_grad_norm)
+    updates = [_BucketUpdate(split, bucket, plan=plan, finish=finish, is_skipping=is_skipping) for bucket in buckets]
     return NvmeStep(plan, split, begin, updates, store, cache_bytes=placement.nvme_cache_bytes)
 
 
@@ -124,7 +130,7 @@ class _BucketUpdate:
     """The update of one bucket, as a function of lists without names, so that buckets alike are compiled once."""
 
     def __init__(
-        self, split: Split, bucket: Bucket, *, plan: TrainState, max_grad_norm: float | None, is_skipping: bool
+        self, split: Split, bucket: Bucket, *, plan: TrainState, finish: Callable[..., Any] | None, is_skipping: bool
     ) -> None:
         has_master = plan.master is not None
         params, state = tree.flatten(plan.params), tree.flatten(plan.opt_state)
@@ -152,7 +158,7 @@ class _BucketUpdate:
             old[0], _ = jax.lax.optimization_barrier((old[0], (denominator, norm)))
             own = dict(zip(bucket.weights, old[:n], strict=True))
             own_state = dict(zip(bucket.opt_state, old[n:], strict=True))
-            grads = [mean_gradient(g, denominator, norm, max_grad_norm) for g in sums]
+            grads = [finish(g, denominator, norm) for g in sums] if finish else sums
             own_grads = {p: g.astype(own[p].dtype) for p, g in zip(bucket.weights, grads, strict=True)}
             updates, changed = update(cuts, dict(zip(self.shared, shared, strict=True)), own_grads, own_state, own)
             new: list[Any] = [optax.apply_updates(own[p], updates[p]) for p in bucket.weights]
@@ -316,7 +322,7 @@ class Compiled:
             leaf.check_current()
         shared = step.shared(state)
         with step.flow() as flow:  # reads ahead while the gradient is computed
-            begun = self._begin(state.params, state.model_state, state.step, shared, step.read(state), batch)
+            begun = _in_turn(self._begin(state.params, state.model_state, state.step, shared, step.read(state), batch))
             flow.follow(begun.decided)
             new: Leaves = {f"opt_state/{p}": x for p, x in begun.shared.items()}
             for i, (update, (compute, mark)) in enumerate(zip(step._updates, self._updates, strict=True)):
@@ -326,7 +332,8 @@ class Compiled:
                 results, derived = compute(given, begun.decided, list(shared.values()), sums, list(old.values()))
                 results = dict(zip(update.old, results, strict=True))
                 stored = {p: results.pop(p) for p in update.on_disk}
-                flow.put(i, stored, dict(zip(stored, mark(list(stored.values())), strict=True)))
+                marks = _in_turn(mark(list(stored.values())))
+                flow.put(i, stored, dict(zip(stored, marks, strict=True)))
                 new |= results | dict(zip(update.derived, derived, strict=True))
                 del old, stored
             arrays, step.moved = flow.finish()
@@ -342,6 +349,17 @@ class Compiled:
             ),
             begun.metrics,
         )
+
+
+def _in_turn(results: Any) -> Any:
+    """The results of one of the programs of a step; on the CPUs of several processes not before they are there.
+
+    There the programs under way share a pool of threads and wait in it for the other processes, which may have begun with
+    another one of them. A GPU runs them one after the other.
+    """
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        jax.block_until_ready(results)
+    return results
 
 
 def _put(leaves: list[Any], plan: Mapping[str, Any]) -> list[Any]:
