@@ -121,6 +121,7 @@ def make_layered_step(
                 if accumulation_steps > 1:
                     old = fetched({path: grads[path] for path in own}, grads_plan, list(own.values()))
                     own = {p: jnp.where(is_first, 0, old[p]) + g.astype(old[p].dtype) for p, g in own.items()}
+                    own = jax.lax.optimization_barrier(own)
                 squares.update({p: jnp.sum(jnp.square(_mean(g, denominator))) for p, g in own.items()})
                 result.update(jax.device_put(own, {path: grads_plan[path].sharding for path in own}))
                 marks.append([squares[path] for path in own])
