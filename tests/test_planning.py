@@ -102,7 +102,7 @@ def test_copies_are_counted_by_direction_with_what_runs_beside_them():
         "copy-start.1.0": (False, True),  # beside the fetch of copy-start.4, and so its other way round
         "copy-start.4": (False, False),
     }
-    assert use.exposed_bytes() == 4 * MIB + 4 * MIB + 2 * MIB
+    assert (use.exposed_bytes("h2d"), use.exposed_bytes("d2h")) == (4 * MIB + 2 * MIB, 4 * MIB)
     assert use.host_compute == () and use.host_collectives == ()
 
 

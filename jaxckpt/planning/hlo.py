@@ -47,9 +47,9 @@ class HostUse:
         found = [c for c in self.copies if c.direction == direction]
         return sum(c.times for c in found), sum(c.times * c.nbytes for c in found)
 
-    def exposed_bytes(self) -> int:
-        """Of the copies beside which nothing computes."""
-        return sum(c.times * c.nbytes for c in self.copies if not c.beside_compute)
+    def exposed_bytes(self, direction: str) -> int:
+        """Of the copies in one direction beside which nothing computes."""
+        return sum(c.times * c.nbytes for c in self.copies if c.direction == direction and not c.beside_compute)
 
 
 @dataclass(frozen=True)

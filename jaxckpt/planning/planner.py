@@ -87,11 +87,12 @@ class _Planner:
         traffic = report.traffic_of(
             groups,
             programs if self.target else {},
+            {name: part.times for name, part in subject.programs.items()},
             local_devices=self.local_devices,
             microbatches=self.config.optimizer.accumulation_steps,
         )
         rates = self._rates(subject.placement)
-        flops = sum(count_flops(traced.jaxpr) for traced in subject.programs.values())
+        flops = sum(part.times * count_flops(part.traced.jaxpr) for part in subject.programs.values())
         return PlanReport(
             target=self.wanted.target or "any device",
             devices=self.devices,
@@ -160,7 +161,7 @@ class _Planner:
             return {}
         if subject.placement not in self.compiled:
             self.compiled[subject.placement] = {
-                name: self._compile_one(traced) for name, traced in subject.programs.items()
+                name: self._compile_one(part.traced) for name, part in subject.programs.items()
             }
         return self.compiled[subject.placement]
 
@@ -171,7 +172,8 @@ class _Planner:
         return compile_for(self.target, traced, devices=self.devices, memory_bytes=self.device_limit)
 
     def _peak(self, subject: Subject) -> int:
-        return max(plan.peak_bytes for plan in self._compile(subject).values())
+        device = self._device_use(subject, report.state_groups(subject.plan), self._compile(subject))
+        return device.total
 
     # ------------------------------------------------------------------------------------------------ the sums
 
@@ -208,8 +210,11 @@ class _Planner:
     def _device_use(self, subject: Subject, groups: Sequence[GroupSize], programs: Mapping[str, GpuPlan]) -> Use:
         batch = report.batch_bytes(subject.batch)
         if programs:
-            plan = max(programs.values(), key=lambda p: p.peak_bytes)
+            # A program is not given all of the state; the rest of it stays where it is meanwhile.
+            elsewhere = lambda p: max(0, tier_bytes(groups, "device") + batch - p.argument_bytes)
+            plan = max(programs.values(), key=lambda p: p.peak_bytes + elsewhere(p))
             parts = {
+                "state elsewhere": elsewhere(plan) if len(programs) > 1 else 0,
                 "state and batch": plan.argument_bytes,
                 "results beside them": plan.output_bytes - plan.alias_bytes,
                 "while the step runs": plan.temp_bytes,

@@ -179,18 +179,22 @@ def disk_uses(
 
 
 def traffic_of(
-    groups: Sequence[GroupSize], programs: Mapping[str, GpuPlan], *, local_devices: int, microbatches: int
+    groups: Sequence[GroupSize],
+    programs: Mapping[str, GpuPlan],
+    times: Mapping[str, int],
+    *,
+    local_devices: int,
+    microbatches: int,
 ) -> Traffic:
-    """What a step moves: by the compiled schedules, or by what lives where if there are none."""
-    on_disk = tier_bytes(groups, "nvme") * local_devices
+    """What a step moves: by the compiled schedules, or by what lives where if there are none.
+
+    `times`: how often a step runs each program. State on disks is moved outside of any program.
+    """
+    fetched = tier_bytes(groups, "nvme")
+    on_disk = fetched * local_devices
     if programs:
-        way = lambda name: sum(p.host.total(name)[1] for p in programs.values())
-        bare = lambda name: sum(
-            c.times * c.nbytes
-            for p in programs.values()
-            for c in p.host.copies
-            if c.direction == name and not c.beside_compute
-        )
+        way = lambda name: fetched + sum(times[k] * p.host.total(name)[1] for k, p in programs.items())
+        bare = lambda name: sum(times[k] * p.host.exposed_bytes(name) for k, p in programs.items())
         return Traffic(way("h2d"), way("d2h"), bare("h2d"), bare("d2h"), on_disk, on_disk)
     off = {
         name: sum(g.bytes_per_device for g in groups if g.group == name and g.tier != "device")
