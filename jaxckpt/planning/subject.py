@@ -42,8 +42,8 @@ def parts_of(traced: Any) -> dict[str, Part]:
     Of the buckets from disks the largest stands for all, which differ in size alone.
     """
     if hasattr(traced, "programs"):
-        gradients, update = traced.programs
-        return {"gradients": Part(gradients, traced.step._microbatches), "update": Part(update)}
+        times = {"gradients": traced.step._microbatches}
+        return {name: Part(program, times.get(name, 1)) for name, program in traced.programs.items()}
     if hasattr(traced, "begin"):
         largest = max(traced.updates, key=_argument_bytes)
         return {"gradients": Part(traced.begin), "update of a bucket": Part(largest)}
