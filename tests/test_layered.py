@@ -223,7 +223,10 @@ def test_no_bucket_has_a_single_weight_and_none_is_updated_before_its_gradient_i
     rng = np.random.default_rng(0)
     for _ in range(50):
         sizes = rng.integers(1, 5, rng.integers(1, 6))
-        weights = {f"g{i}": {f"w{j}": np.zeros(rng.integers(1, 400)) for j in range(n)} for i, n in enumerate(sizes)}
+        weights = {
+            f"g{i}": {f"w{j}": np.zeros(rng.integers(1, 400), np.float32) for j in range(n)}
+            for i, n in enumerate(sizes)
+        }
         mesh = mesh_of()
         model, abstract, _ = take_apart(lambda rngs: nnx.Linear(2, 2, rngs=rngs), ADAMW, seed=0)
         abstract = dataclasses.replace(abstract, params=weights, opt_state=jax.eval_shape(ADAMW.init, weights))
