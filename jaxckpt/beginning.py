@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from etils import epath
@@ -134,7 +135,7 @@ class Beginning:
 
     def _initialise(self) -> TrainState:
         with self.phases.phase("init"):
-            return initialise(self.init, self.plan, to_disk=self.tiers.to_disk)
+            return initialise(self.init, self.plan, to_disk=partial(self.tiers.to_disk, meet=self.group.barrier))
 
     def _limits(self) -> dict[str, Any]:
         if self.snapshots is None:

@@ -11,7 +11,7 @@ from jaxckpt import exactness
 from jaxckpt.errors import PlanError, SnapshotError
 from jaxckpt.nvme.array import NvmeArray
 from jaxckpt.observe.phases import Phases
-from jaxckpt.snapshot import packing
+from jaxckpt.snapshot import host_arrays, packing
 from jaxckpt.snapshot.leaves import stored_leaves, words
 from jaxckpt.state import fingerprint, tree
 from jaxckpt.state.nvme import resident
@@ -98,7 +98,8 @@ class Program:
             check = make_finite_check(self._plan)
             self._finite_check = self._background.submit(lambda: check.lower(resident(self._plan)).compile())
             large, _ = packing.split(words(stored_leaves(resident(self._plan))))
-            self._background.submit(fingerprint.prepare, list(large.values()))
+            on_device = [x for x in large.values() if not host_arrays.stays_on_host(x)]
+            self._background.submit(fingerprint.prepare, on_device)
 
     def not_finite(self, state: TrainState) -> list[str]:
         """Paths of the leaves that hold an infinity or NaN."""

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ from jaxckpt.nvme.array import NvmeArray
 from jaxckpt.nvme.store import NvmeStore, is_all_finite
 from jaxckpt.snapshot.direct import Box
 from jaxckpt.state import tree
-from jaxckpt.state.fingerprint import of_array
+from jaxckpt.state.fingerprint import fingerprint
 from jaxckpt.state.memory import leaf_bytes
+from jaxckpt.state.mesh import replicated
 from jaxckpt.state.nvme import NvmeStruct, tier_of
 from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import TrainState
@@ -45,6 +46,7 @@ class Tiers:
         self.step_fn: Any = None
         """the step that moves them, once it is made"""
         self._is_open = False
+        self._mesh = plan.step.sharding.mesh
         self._moved = _moved_bytes(plan)
 
     def open(self) -> None:
@@ -90,21 +92,28 @@ class Tiers:
             self.store.close()
             self._is_open = False
 
-    def to_disk(self, arrays: Mapping[str, jax.Array]) -> dict[str, NvmeArray]:
-        """The leaves on disk instead of on the devices."""
-        return {path: self._write(path, x) for path, x in arrays.items()}
+    def to_disk(self, arrays: Mapping[str, jax.Array], *, meet: Callable[[str], None]) -> dict[str, NvmeArray]:
+        """The leaves on disk instead of on the devices. All processes call it; `meet` is a barrier between them."""
+        marks = {
+            path: jax.jit(_marks, out_shardings=replicated(self._mesh)).lower(x).compile() for path, x in arrays.items()
+        }
+        # A process that compiles longer than another may wait for it in a program must not be late for the program.
+        meet("compile what looks at the first state")
+        return {path: self._write(path, x, *jax.block_until_ready(marks[path](x))) for path, x in arrays.items()}
 
-    def _write(self, path: str, x: jax.Array) -> NvmeArray:
-        bounds = lambda box: tuple(
-            (s.start or 0, n if s.stop is None else s.stop) for s, n in zip(box, x.shape, strict=True)
-        )
+    def _write(self, path: str, x: jax.Array, found: jax.Array, is_finite: jax.Array) -> NvmeArray:
+        bounds = lambda box: tuple(s.indices(n)[:2] for s, n in zip(box, x.shape, strict=True))
         parts = {bounds(shard.index): shard.data for shard in x.addressable_shards}
 
         def fill(box: Box, out: np.ndarray) -> None:
             np.copyto(out, parts[bounds(box)])
 
         assert self.store is not None, "open() comes first"
-        return self.store.write(path, fill, fingerprint=of_array(x), is_finite=jax.jit(is_all_finite)(x))
+        return self.store.write(path, fill, fingerprint=found, is_finite=is_finite)
+
+
+def _marks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return fingerprint(x), is_all_finite(x)
 
 
 def _moved_bytes(plan: TrainState) -> tuple[int, int]:

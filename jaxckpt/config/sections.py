@@ -237,6 +237,9 @@ class Snapshots(Config):
     until its last part is copied; null: as much as the state"""
     restore_bytes: Bytes | None = 4 << 30
     """bytes that a restore has in flight between disk and device, such as 4GiB; null: no bound"""
+    copy_bytes_per_s: Bytes | None = None
+    """what a snapshot of state on nvme takes of the disks while it is copied elsewhere, such as 200MB; null: all there is.
+    On the same file system nothing is copied"""
     timeout_s: Positive = 600.0
     """seconds that a save, or another process's part in it, may take"""
 
