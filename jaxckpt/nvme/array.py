@@ -12,6 +12,7 @@ from jaxckpt.snapshot.direct import Box, Layout, local_chunk_shape, read_shard
 from jaxckpt.snapshot.direct_file import Counters
 from jaxckpt.state.nvme import NvmeStruct
 
+Marks = tuple[jax.Array, jax.Array]
 Place = tuple[int, ...]
 """where a shard lies in the grid of shards, as in the name of its file in a zarr3 array: c/0/3"""
 
@@ -32,12 +33,24 @@ class NvmeArray(NvmeStruct):
     """the file of each distinct shard that a device of this process holds; none of them may be written to by others"""
     generation: int
     """how often the leaf was written since the store was opened"""
-    fingerprint: jax.Array
-    """uint32[2] of the whole leaf, over all processes; see jaxckpt.state.fingerprint"""
-    is_finite: jax.Array
-    """bool[], whether all of the leaf is"""
+    marks: Callable[[], Marks]
+    """for `fingerprint` and `is_finite`"""
     is_current: Callable[[], bool]
     """whether no newer generation has taken its place"""
+
+    @property
+    def fingerprint(self) -> jax.Array:
+        """uint32[2] of the whole leaf, over all processes; see jaxckpt.state.fingerprint.
+
+        Where the step has not computed it, the leaf is read once for it and for `is_finite`, on all processes together, so
+        that it must be asked for before the next step and in the same order everywhere.
+        """
+        return self.marks()[0]
+
+    @property
+    def is_finite(self) -> jax.Array:
+        """bool[], whether all of the leaf is; see `fingerprint`."""
+        return self.marks()[1]
 
     @property
     def owned(self) -> dict[Place, str]:

@@ -12,14 +12,12 @@ import jax
 import numpy as np
 
 from jaxckpt.errors import OffloadError
-from jaxckpt.nvme.array import NvmeArray, Place
+from jaxckpt.nvme.array import Marks, NvmeArray, Place
 from jaxckpt.nvme.rooms import shards, view
 from jaxckpt.nvme.store import WAY_OUT, NvmeStore, told
 from jaxckpt.snapshot.direct import read_shard, write_shard
 
 Leaves = dict[str, jax.Array]
-Marks = Mapping[str, tuple[jax.Array, jax.Array]]
-"""of each new leaf its fingerprint, uint32[2], and whether it is finite, bool[]"""
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class Flow:
         self._unread: list[int | None] = [None] * n  # shards that are still to come; None: not begun
         self._unwritten: list[int | None] = [None] * n
         self._parts: list[dict[str, list[jax.Array]]] = [{} for _ in range(n)]
-        self._marks: dict[str, tuple[jax.Array, jax.Array]] = {}
+        self._marks: dict[str, Marks | None] = {}
         self._active: dict[str, float] = {}  # {file that is read or written: since when}
         self._busy_s, self._busy_since, self._exposed_s = 0.0, 0.0, 0.0
         self._computing, self._computed = 0, 0.0  # what the device was given and has not done; when it had done all
@@ -146,9 +144,12 @@ class Flow:
         self._parts[i] = {}
         return taken
 
-    def put(self, i: int, leaves: Leaves, marks: Marks) -> None:
-        """Begins to write the new leaves of bucket `i`, once they are computed. Nobody else may keep or donate them."""
-        self._marks.update(marks)
+    def put(self, i: int, leaves: Leaves, marks: Mapping[str, Marks | None] | None = None) -> None:
+        """Begins to write the new leaves of bucket `i`, once they are computed. Nobody else may keep or donate them.
+
+        `marks`: of each leaf its fingerprint, uint32[2], and whether it is finite, bool[]; if None, see `NvmeArray`.
+        """
+        self._marks.update(marks or dict.fromkeys(leaves))
         jobs = [(path, place) for path in self._pipeline.buckets[i] for place in self._store.devices(path)]
         with self._changed:
             self._unwritten[i] = len(jobs)
@@ -223,7 +224,7 @@ class Flow:
             self._computed = time.perf_counter()
         return True
 
-    def _write_when_computed(self, i: int, leaves: Leaves, marks: Marks, jobs: list[tuple[str, Place]]) -> None:
+    def _write_when_computed(self, i: int, leaves: Leaves, marks: Any, jobs: list[tuple[str, Place]]) -> None:
         # The marks, too: their memory is given away when it is written, and may be filled anew.
         if self._tell_time((leaves, marks)):
             # Here, in one thread: two that ask an array for its parts at the same time make JAX list them twice.

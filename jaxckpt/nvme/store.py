@@ -11,13 +11,14 @@ journal, no sync and no order of writes; a store begins with an empty directory.
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxckpt.errors import OffloadError, PlanError, listed
-from jaxckpt.nvme.array import NvmeArray, Place, box_of, holders, layout_of
-from jaxckpt.nvme.rooms import Rooms, view
-from jaxckpt.snapshot.direct import Box, DamagedFile, Layout, write_shard
+from jaxckpt.nvme.array import Marks, NvmeArray, Place, box_of, holders, layout_of
+from jaxckpt.nvme.rooms import Rooms, shards, view
+from jaxckpt.snapshot.direct import Box, DamagedFile, Layout, read_shard, write_shard
 from jaxckpt.snapshot.direct_file import Counters, File, make_file
-from jaxckpt.state.fingerprint import of_array
+from jaxckpt.state.fingerprint import fingerprint, of_array
 from jaxckpt.state.nvme import NvmeStruct
 
 GENERATIONS = 2
@@ -121,9 +122,12 @@ class NvmeStore:
             make_file(file, leaf.layout.file_bytes)
         return file
 
-    def commit(self, marks: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, NvmeArray]:
-        """Makes what lies in the targets of these leaves their current generation; `marks` are (fingerprint, is finite)."""
-        for path, (fingerprint, is_finite) in marks.items():
+    def commit(self, marks: Mapping[str, Marks | None]) -> dict[str, NvmeArray]:
+        """Makes what lies in the targets of these leaves their current generation; `marks` are (fingerprint, is finite).
+
+        Where they are None they are found by reading the leaf, if anybody asks for them.
+        """
+        for path, known in marks.items():
             leaf = self._leaves[path]
             leaf.generation += 1
             letter, generation = "ab"[leaf.generation % GENERATIONS], leaf.generation
@@ -136,8 +140,7 @@ class NvmeStore:
                 layout=leaf.layout,
                 files={place: name + letter for place, name in leaf.names.items()},
                 generation=generation,
-                fingerprint=fingerprint,
-                is_finite=is_finite,
+                marks=functools.cache(lambda path=path, known=known: known or self._read_marks(path)),
                 is_current=lambda leaf=leaf, generation=generation: self._is_newest(leaf, generation),
             )
         return {path: self.current(path) for path in marks}
@@ -176,6 +179,25 @@ class NvmeStore:
 
             found[path] = self.write(path, fill, fingerprint=of_array(x), is_finite=_all_finite(x, self.struct(path)))
         return found
+
+    def _read_marks(self, path: str) -> Marks:
+        leaf, array = self._leaves[path], self.current(path)
+        parts = []
+        for place, devices in leaf.devices.items():
+            rooms = [self.rooms.take(leaf.layout.shard, leaf.layout.dtype, device) for device in devices]
+            target = [(box_of(leaf.layout, place), view(rooms[0]))]
+            try:
+                read_shard(array.files[place], leaf.layout, place, target, self.counters)
+            except (OSError, DamagedFile) as e:
+                raise told(e, array.files[place], "reading") from e
+            for other in rooms[1:]:
+                np.copyto(view(other), view(rooms[0]))
+            parts += rooms
+        sharding = leaf.struct.sharding.with_memory_kind("pinned_host")
+        whole = jax.make_array_from_single_device_arrays(array.shape, sharding, parts, dtype=array.dtype)
+        marks = jax.block_until_ready(_marker(leaf.struct.sharding)(whole))
+        self.rooms.give(shards(whole))
+        return marks
 
     def close(self) -> None:
         """Removes the working files and gives the directories free. What snapshots have linked stays theirs."""
@@ -288,6 +310,17 @@ def told(error: Exception, file: str, doing: str) -> Exception:
 def _all_finite(x: jax.Array, struct: NvmeStruct) -> jax.Array:
     """bool[], the same on every process."""
     return jax.jit(is_all_finite, out_shardings=NamedSharding(struct.sharding.mesh, PartitionSpec()))(x)
+
+
+@functools.cache
+def _marker(sharding: NamedSharding) -> Any:
+    """The jitted (fingerprint, is finite) of a leaf in pinned host memory."""
+
+    def mark(x: jax.Array) -> Marks:
+        x = jax.device_put(x, sharding)
+        return fingerprint(x), is_all_finite(x)
+
+    return jax.jit(mark, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def is_all_finite(x: jax.Array) -> jax.Array:

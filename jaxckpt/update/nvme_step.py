@@ -65,10 +65,13 @@ def make_nvme_step(
     lr: optax.Schedule | None = None,
     gathered: frozenset[str] = frozenset(),
     placement: Placement = Placement(),
+    is_marking: bool | None = None,
 ) -> "NvmeStep":
     """The step (state, batch) -> (state, metrics) of a plan with leaves in the tier nvme, whose files `store` holds.
 
-    All else as in `make_train_step`. Raises PlanError where the optimizer cannot be split, or needs a leaf on disk at
+    `is_marking`: whether every step computes the fingerprints of what it writes, which a snapshot needs. By default only
+    where the device is no CPU: there they take longer than the update, and only a step that is saved reads its leaves
+    once more for them. All else as in `make_train_step`. Raises PlanError where the optimizer cannot be split, or needs a leaf on disk at
     another time than its bucket's.
     """
     weights_plan = plan.params if plan.master is None else plan.master
@@ -105,7 +108,9 @@ def make_nvme_step(
     buckets = make_buckets(split, weights_plan, plan.opt_state, bucket_bytes=placement.bucket_bytes)
     finish = None if is_shared else partial(mean_gradient, max_norm=max_grad_norm)
     updates = [_BucketUpdate(split, bucket, plan=plan, finish=finish, is_skipping=is_skipping) for bucket in buckets]
-    return NvmeStep(plan, split, begin, updates, store, cache_bytes=placement.nvme_cache_bytes)
+    is_cpu = plan.step.sharding.mesh.devices.flat[0].platform == "cpu"
+    is_marking = not is_cpu if is_marking is None else is_marking
+    return NvmeStep(plan, split, begin, updates, store, cache_bytes=placement.nvme_cache_bytes, is_marking=is_marking)
 
 
 def _check(split: Split, plan: TrainState) -> None:
@@ -212,11 +217,12 @@ class NvmeStep:
         store: NvmeStore,
         *,
         cache_bytes: int,
+        is_marking: bool,
     ) -> None:
         self._plan, self._split, self._begin = plan, split, begin
         self._updates, self._cache_bytes = updates, cache_bytes
         self._pipeline: Pipeline | None = None
-        self.store = store
+        self.store, self.is_marking = store, is_marking
         self.moved: Moved | None = None
         """what the last step moved"""
 
@@ -264,7 +270,7 @@ class Traced:
         self.begin = jitted.trace(*self._arguments)
         self._begun = _with_shardings(jax.eval_shape(jitted, *self._arguments), placed)
         self.updates = [update.trace(self._begun) for update in step._updates]
-        self.marks = [update.trace_marks(whole) for update in step._updates]
+        self.marks = [update.trace_marks(whole) if step.is_marking else None for update in step._updates]
 
     @property
     def jaxpr(self) -> Any:
@@ -292,7 +298,10 @@ class Traced:
 
 class Lowered:
     def __init__(
-        self, step: NvmeStep, begin: jax.stages.Lowered, updates: Sequence[tuple[jax.stages.Traced, jax.stages.Traced]]
+        self,
+        step: NvmeStep,
+        begin: jax.stages.Lowered,
+        updates: Sequence[tuple[jax.stages.Traced, jax.stages.Traced | None]],
     ) -> None:
         self._step, self._begin, self._updates = step, begin, updates
 
@@ -306,7 +315,7 @@ class Lowered:
                 made[key] = traced.lower().compile()
             return made[key]
 
-        updates = [(compiled(update), compiled(marks)) for update, marks in self._updates]
+        updates = [(compiled(update), compiled(marks) if marks else None) for update, marks in self._updates]
         return Compiled(self._step, self._begin.compile(), updates)
 
 
@@ -329,13 +338,14 @@ class Compiled:
                 old = {**{p: flat[p] for p in update.old}, **flow.take(i)}
                 sums = [begun.sums.pop(p) for p in update.weights]  # so that they make room when they are used
                 given = [flat[p] for p in update.derived]
-                results, derived = compute(given, begun.decided, list(shared.values()), sums, list(old.values()))
+                given = (given, begun.decided, list(shared.values()), sums, list(old.values()))
+                results, derived = _in_turn(compute(*given))
                 results = dict(zip(update.old, results, strict=True))
                 stored = {p: results.pop(p) for p in update.on_disk}
-                marks = _in_turn(mark(list(stored.values())))
+                marks = _in_turn(mark(list(stored.values()))) if mark else [None] * len(stored)
                 flow.put(i, stored, dict(zip(stored, marks, strict=True)))
                 new |= results | dict(zip(update.derived, derived, strict=True))
-                del old, stored
+                del given, old, stored
             arrays, step.moved = flow.finish()
         new |= arrays
         take = lambda group, old: tree.map_with_path(lambda path, _: new[f"{group}/{path}"], old)
