@@ -1,5 +1,7 @@
 """State in pinned host memory streams through the update in buckets, in place, and to the same bits as on the device."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,7 @@ class Deep(nnx.Module):
 
     def __init__(self, rngs):
         widths = [IN, *[16] * 7, OUT]
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in zip(widths, widths[1:], strict=False)])
+        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(widths)])
 
     def __call__(self, x):
         for layer in self.layers:

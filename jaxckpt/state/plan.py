@@ -57,9 +57,10 @@ class Placement:
         # Scalars (step counts) stay on the device: moving them would cost a copy each and save nothing.
         if x.ndim == 0 or jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return "device"
-        group: dict[str, Tier] = {"params": self.params, "master": self.master, "opt_state": self.opt_state}
-        named = (tier for pattern, tier in self.paths if re.search(pattern, path))
-        tier: Tier = next(named, group.get(path.partition("/")[0], "device"))
+        groups: dict[str, Tier] = {"params": self.params, "master": self.master, "opt_state": self.opt_state}
+        named: list[Tier] = [tier for pattern, tier in self.paths if re.search(pattern, path)]
+        named.append(groups.get(path.partition("/")[0]) or "device")
+        tier = named[0]
         return "pinned_host" if tier == "nvme" and math.prod(x.shape) * x.dtype.itemsize <= SMALLEST_BYTES else tier
 
 
