@@ -38,7 +38,9 @@ def trained(tx, tier, *, bad_step=None, **args):
     placement = Placement(master=tier, opt_state=tier, bucket_bytes=1500)
     step, state, plan, _ = make_step(Deep, tx, rows=16, mesh=mesh, placement=placement, **args)
     away = lambda state: [x for x in jax.tree.leaves((state.master, state.opt_state)) if x.ndim]
-    places = lambda state: [s.data.unsafe_buffer_pointer() for x in away(state) for s in x.addressable_shards]
+    # Adafactor's placeholders, of one element, are made anew: nobody reads them.
+    large = lambda state: [x for x in away(state) if x.size > 1]
+    places = lambda state: [s.data.unsafe_buffer_pointer() for x in large(state) for s in x.addressable_shards]
     before = places(state)
     for i in range(STEPS):
         batch = batch_of(16 * i, 16)

@@ -15,7 +15,7 @@ from jaxckpt.state import tree
 from jaxckpt.state.plan import shardings
 from jaxckpt.state.train_state import TrainState
 from jaxckpt.update.buckets import Bucket
-from jaxckpt.update.gradients import kept
+from jaxckpt.update.gradients import Gradients, kept
 from jaxckpt.update.split import Split
 
 WINDOW = 1
@@ -37,21 +37,23 @@ def tie(leaves: Leaves, after: Any) -> Leaves:
 
 def make_streamed_update(
     split: Split, buckets: Sequence[Bucket], plan: TrainState, *, is_skipping: bool
-) -> Callable[[TrainState, Any, jax.Array], TrainState]:
-    """(state, gradients, finite) -> the state with new params, master and opt_state, to be traced under jit.
+) -> Callable[[TrainState, Gradients], TrainState]:
+    """(state, gradients) -> the state with new params, master and opt_state, to be traced under jit.
 
-    Every leaf is put where `plan` has it. With `is_skipping` nothing changes unless `finite`.
+    Every leaf is put where `plan` has it. With `is_skipping` nothing changes unless they are finite.
     """
     params_plan, state_plan = tree.flatten(plan.params), tree.flatten(plan.opt_state)
     weights_plan = params_plan if plan.master is None else tree.flatten(plan.master)
     update_bucket = {bucket: split.bucket(bucket.weights) for bucket in buckets}
 
-    def update(state: TrainState, grads: Any, finite: jax.Array) -> TrainState:
+    def update(state: TrainState, found: Gradients) -> TrainState:
         w = tree.flatten(state.params if state.master is None else state.master)
         s = tree.flatten(state.opt_state)
-        g = {path: x.astype(w[path].dtype) for path, x in tree.flatten(grads).items()}
-        keep = lambda new, old: kept(finite, new, old) if is_skipping else new
-        gradients = list(g.values())
+        g = {path: x.astype(w[path].dtype) for path, x in tree.flatten(found.grads).items()}
+        keep = lambda new, old: kept(found.finite, new, old) if is_skipping else new
+        # As the backward pass leaves them: to wait for the divided, float32 ones would have all of those made first. A norm
+        # inside the optimizer needs all of those, and only then they have the bits that they have on the device.
+        gradients = list(g.values()) if split.global_grads else jax.tree.leaves(found.sums)
         shared = fetched({path: x for path, x in s.items() if split.owner[path] is None}, state_plan, gradients)
         read = fetched({path: w[path] for path in split.global_weights}, weights_plan, gradients)
         cuts, changed = split.global_phase(g, shared, read)

@@ -12,8 +12,9 @@ from jaxckpt.state.mesh import replicated
 from jaxckpt.state.nvme import resident, tier_of
 from jaxckpt.state.plan import Placement, shardings
 from jaxckpt.state.train_state import Model, TrainState, narrow
+from jaxckpt.update.buckets import make_buckets
+from jaxckpt.update.gradients import Gradients, kept, make_forward, make_gradient_phase
 from jaxckpt.update.gradients import Loss as Loss
-from jaxckpt.update.gradients import kept, make_forward, make_gradient_phase
 from jaxckpt.update.host import fetched, make_streamed_update
 from jaxckpt.update.split import split_update
 
@@ -65,7 +66,7 @@ def make_train_step(
         metrics, model_state = found.metrics, found.model_state
         if is_skipping:
             model_state = kept(found.finite, model_state, state.model_state)
-        new = update(state, found.grads, found.finite)
+        new = update(state, found)
         new = TrainState(state.step + 1, new.params, new.master, new.opt_state, model_state)
         if lr is not None:
             metrics = {**metrics, "lr": learning_rate(lr, state)}
@@ -81,13 +82,11 @@ def make_train_step(
 
 def _make_update(
     tx: optax.GradientTransformation, plan: TrainState, placement: Placement, *, compute_dtype: Any, is_skipping: bool
-) -> Callable[[TrainState, Any, jax.Array], TrainState]:
-    """(state, gradients, finite) -> the state with what the optimizer changes, on the device at once or in buckets."""
+) -> Callable[[TrainState, Gradients], TrainState]:
+    """(state, gradients) -> the state with what the optimizer changes, on the device at once or in buckets."""
     weights_plan = plan.params if plan.master is None else plan.master
     if all(tier_of(x) == "device" for x in jax.tree.leaves((weights_plan, plan.opt_state))):
         return make_whole_update(tx, compute_dtype=compute_dtype, is_skipping=is_skipping)
-    from jaxckpt.update.buckets import make_buckets
-
     split = split_update(tx, weights_plan)
     buckets = make_buckets(split, weights_plan, plan.opt_state, bucket_bytes=placement.bucket_bytes)
     return make_streamed_update(split, buckets, plan, is_skipping=is_skipping)
@@ -95,16 +94,16 @@ def _make_update(
 
 def make_whole_update(
     tx: optax.GradientTransformation, *, compute_dtype: Any, is_skipping: bool
-) -> Callable[[TrainState, Any, jax.Array], TrainState]:
-    """(state, gradients, finite) -> the state with what the optimizer changes: optax on the whole tree at once."""
+) -> Callable[[TrainState, Gradients], TrainState]:
+    """(state, gradients) -> the state with what the optimizer changes: optax on the whole tree at once."""
 
-    def update(state: TrainState, grads: Any, finite: jax.Array) -> TrainState:
+    def update(state: TrainState, found: Gradients) -> TrainState:
         weights = state.params if state.master is None else state.master
-        grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
+        grads = jax.tree.map(lambda g, w: g.astype(w.dtype), found.grads, weights)
         updates, opt_state = tx.update(grads, state.opt_state, weights)
         new_weights = optax.apply_updates(weights, updates)
         if is_skipping:
-            new_weights, opt_state = kept(finite, (new_weights, opt_state), (weights, state.opt_state))
+            new_weights, opt_state = kept(found.finite, (new_weights, opt_state), (weights, state.opt_state))
         params, master = (new_weights, None) if state.master is None else narrow(new_weights, compute_dtype)
         return TrainState(state.step, params, master, opt_state, state.model_state)
 
