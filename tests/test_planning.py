@@ -15,9 +15,11 @@ from jax.sharding import PartitionSpec as P
 from jaxckpt.errors import PlanError
 from jaxckpt.planning import gpu, hlo
 from jaxckpt.planning.budget import Budget, Needs, choose_placement, patterns, refine
+from jaxckpt.planning.report import Saving, host_use
 from jaxckpt.planning.targets import GIB, TARGETS, describe_for_xla, target_named
 from jaxckpt.state import tree
-from jaxckpt.state.memory import leaf_bytes
+from jaxckpt.state.memory import GroupSize, leaf_bytes
+from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import TrainState
 
 # What jaxlib 0.12.0.1 made of small programs for an H200, without its metadata.
@@ -294,3 +296,19 @@ def test_the_compiler_has_the_last_word_on_the_device():
     assert peak == compiled(choice.placement) <= limit < compiled(again(0).placement)
     with pytest.raises(PlanError, match="no placement of this state fits"):
         refine(again, lambda _: 3 * limit, limit)
+
+
+def test_a_save_copies_state_in_host_memory_aside_but_no_derived_parameters_and_nothing_on_disks():
+    groups = [
+        GroupSize("params", "pinned_host", 1, 2, 2),
+        GroupSize("master", "pinned_host", 1, 4, 4),
+        GroupSize("opt_state", "nvme", 1, 8, 8),
+    ]
+    use = lambda saving: host_use(groups, Placement(bucket_bytes=1), saving, local_devices=1, process_bytes=0).parts
+    assert use(Saving(None, None, 1)) == {
+        "state": 6,
+        "buffers for disks": 4,
+        "staging of a save": 4,
+        "more while it resumes": 8,
+    }
+    assert use(Saving(1, 1, 1))["staging of a save"] == 1

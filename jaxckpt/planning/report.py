@@ -133,13 +133,15 @@ def host_use(
     limit_source: str = "",
 ) -> Use:
     """Host memory of one process. `pinned_bytes`: what the compiler has planned for each device, else the state's own."""
-    # Copies of one shard on several devices are saved and read once.
-    on_device = sum(min(g.bytes_per_device * local_devices, g.total_bytes) for g in groups if g.tier == "device")
+    # Copies of one shard on several devices are saved and read once, and the narrow copy of master weights never.
+    is_derived = lambda g: g.group == "params" and any(x.group == "master" for x in groups)
+    held = {g: min(g.bytes_per_device * local_devices, g.total_bytes) for g in groups if not is_derived(g)}
+    copied = sum(n for g, n in held.items() if g.tier != "nvme")
     on_disk = tier_bytes(groups, "nvme") * local_devices
     pinned = tier_bytes(groups, "pinned_host") if pinned_bytes is None else pinned_bytes
-    # A save copies only what the next step would overwrite on the device; state in host memory is saved from where it lies.
-    staging = on_device if saving.staging_bytes is None else min(saving.staging_bytes, on_device)
-    whole = sum(min(g.bytes_per_device * local_devices, g.total_bytes) for g in groups)
+    # A save copies what the next step would overwrite, also in host memory; on disks it makes links.
+    staging = copied if saving.staging_bytes is None else min(saving.staging_bytes, copied)
+    whole = sum(held.values())
     restoring = whole if saving.restore_bytes is None else min(saving.restore_bytes, whole)
     slots = min(NVME_SLOTS * placement.bucket_bytes * local_devices, on_disk)
     parts = {
