@@ -21,6 +21,7 @@ from jaxckpt.planning.gpu import compile_for
 from jaxckpt.planning.targets import GIB, target_named
 from jaxckpt.state.plan import Placement, shardings
 from jaxckpt.state.train_state import TrainState
+from jaxckpt.update.choose import compiler_options
 from subjects import subject
 
 _SHAPE = {"vocab_size": 32000, "remat": "full", "scan_layers": False}
@@ -70,9 +71,10 @@ def row(model, what, placement, clip, is_whole_tree, *, target, memory_bytes, ro
     traced = {name: part.traced for name, part in found.programs.items()}
     if is_whole_tree:
         traced = {"step": whole_tree(found)}
+    options = compiler_options(found.plan, "gpu")
     gib = lambda n: f"{n / GIB:.2f}"
     try:
-        plans = [compile_for(target, t, devices=1, memory_bytes=memory_bytes) for t in traced.values()]
+        plans = [compile_for(target, t, memory_bytes=memory_bytes, options=options) for t in traced.values()]
     except JaxckptError as e:
         return [model, what, str(rows), "refused: " + str(e)[:60], "", "", "", "", f"{time.monotonic() - started:.0f}"]
     copies = sum(p.host.total(way)[0] for p in plans for way in ("h2d", "d2h"))

@@ -16,6 +16,7 @@ from jaxckpt.snapshot.leaves import stored_leaves, words
 from jaxckpt.state import fingerprint, tree
 from jaxckpt.state.nvme import resident
 from jaxckpt.state.train_state import TrainState
+from jaxckpt.update.choose import compiler_options
 from jaxckpt.update.step import make_finite_check
 
 log = logging.getLogger("jaxckpt")
@@ -124,7 +125,7 @@ class Program:
         if self._is_kept:
             self._text = self._background.submit(exactness.program_text, traced.jaxpr)
         with self._phases.phase("compile"):
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options(self._plan, jax.default_backend()) or None)
             if jax.default_backend() != "cpu":
                 _check_no_host_compute(compiled)
             return compiled

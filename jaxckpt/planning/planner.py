@@ -24,6 +24,8 @@ from jaxckpt.planning.subject import Subject, subject_of
 from jaxckpt.planning.targets import Target, target_named
 from jaxckpt.state.memory import GroupSize
 from jaxckpt.state.plan import Placement
+from jaxckpt.state.train_state import TrainState
+from jaxckpt.update.choose import compiler_options
 
 _NOT_COMPILED = "the step was not compiled: activations are not counted; give --target"
 
@@ -161,15 +163,16 @@ class _Planner:
             return {}
         if subject.placement not in self.compiled:
             self.compiled[subject.placement] = {
-                name: self._compile_one(part.traced) for name, part in subject.programs.items()
+                name: self._compile_one(part.traced, subject.plan) for name, part in subject.programs.items()
             }
         return self.compiled[subject.placement]
 
-    def _compile_one(self, traced: Any) -> GpuPlan:
+    def _compile_one(self, traced: Any, plan: TrainState) -> GpuPlan:
         if self.target is None:
             compiled = traced.lower().compile()
             return read_plan(compiled, target="cpu", devices=self.devices)
-        return compile_for(self.target, traced, devices=self.devices, memory_bytes=self.device_limit)
+        options = compiler_options(plan, "gpu")
+        return compile_for(self.target, traced, devices=self.devices, memory_bytes=self.device_limit, options=options)
 
     def _peak(self, subject: Subject) -> int:
         device = self._device_use(subject, report.state_groups(subject.plan), self._compile(subject))

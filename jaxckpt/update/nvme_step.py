@@ -305,18 +305,18 @@ class Lowered:
     ) -> None:
         self._step, self._begin, self._updates = step, begin, updates
 
-    def compile(self) -> "Compiled":
+    def compile(self, options: Any = None) -> "Compiled":
         """Compiles each program once, however many buckets it is that of."""
         made: dict[Any, Any] = {}
 
         def compiled(traced: jax.stages.Traced) -> Any:
             key = _program(traced)
             if key not in made:
-                made[key] = traced.lower().compile()
+                made[key] = traced.lower().compile(options)
             return made[key]
 
         updates = [(compiled(update), compiled(marks) if marks else None) for update, marks in self._updates]
-        return Compiled(self._step, self._begin.compile(), updates)
+        return Compiled(self._step, self._begin.compile(options), updates)
 
 
 class Compiled:

@@ -127,8 +127,8 @@ class Lowered:
     step: TwoPrograms
     programs: Mapping[str, Any]
 
-    def compile(self) -> "Compiled":
-        return Compiled(self.step, {name: program.compile() for name, program in self.programs.items()})
+    def compile(self, options: Any = None) -> "Compiled":
+        return Compiled(self.step, {name: program.compile(options) for name, program in self.programs.items()})
 
 
 class Compiled:

@@ -10,6 +10,7 @@ from jaxckpt.planning.report import state_groups
 from jaxckpt.planning.subject import subject_of
 from jaxckpt.run import Run
 from jaxckpt.state.plan import Placement
+from jaxckpt.update.choose import compiler_options
 from jaxckpt.update.optimizers import make_optimizer, make_schedule
 
 SMALL = llama.LlamaConfig(
@@ -58,8 +59,9 @@ def compiled(target, model, *, devices, memory_bytes=None, **settings):
     sizes = {}
     for group in state_groups(found.plan):
         sizes[group.group] = sizes.get(group.group, 0) + group.bytes_per_device
+    options = compiler_options(found.plan, "gpu")
     plans = {
-        name: compile_for(target, part.traced, devices=devices, memory_bytes=memory_bytes)
+        name: compile_for(target, part.traced, devices=devices, memory_bytes=memory_bytes, options=options)
         for name, part in found.programs.items()
     }
     return plans, sizes
