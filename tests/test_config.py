@@ -450,11 +450,11 @@ def test_the_table_prints_within_its_width():
 
 
 def test_the_llama_section_has_the_models_own_keys():
-    from jaxckpt.models import llama
+    from jaxckpt.models import llama_config
 
-    own = set(llama.LlamaConfig.__dataclass_fields__)
+    own = set(llama_config.LlamaConfig.__dataclass_fields__)
     assert set(config_module.Llama.model_fields) == own | {"name", "compute_dtype"}
-    assert set(llama.REMAT) == set(Remat.__args__)
+    assert set(llama_config.REMAT) == set(Remat.__args__)
 
 
 def test_sections_are_made_in_python_too():

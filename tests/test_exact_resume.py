@@ -26,7 +26,6 @@ from runs import (
 # The documents of the small run give 14 batches an epoch, so 30 steps cross two epoch borders.
 SCENARIOS = {
     "all on the device": (),
-    "moments in pinned host memory": ("placement.opt_state=pinned_host",),
     "bfloat16, master weights and moments on local disks": (
         "model.compute_dtype=bfloat16",
         "model.d_ff=1024",  # leaves that are worth a file

@@ -88,7 +88,7 @@ def one_layer(rngs):
 
 
 # The optimizers one by one are the matter of test_split; many buckets, of test_offload.
-@pytest.mark.parametrize(("name", "compute_dtype"), [("adamw", "bfloat16"), ("adafactor", None), ("muon", None)])
+@pytest.mark.parametrize(("name", "compute_dtype"), [("adafactor", "bfloat16"), ("muon", None)])
 def test_state_in_pinned_host_memory_trains_to_the_same_bits(name, compute_dtype):
     mesh = mesh_of(fsdp=2)
     tx = make_optimizer(name, optax.constant_schedule(0.01), weight_decay_exclude="bias", **OPTIMIZERS[name])
