@@ -77,7 +77,6 @@ def test_clipping_is_optax_own(limit):
 
 
 OPTIMIZERS = {
-    "adamw": {"weight_decay": 0.1},
     "adafactor": {"weight_decay": 0.1, "min_dim_size_to_factor": 4},
     "muon": {"weight_decay": 0.1, "adam_lr_scale": 0.5},
 }
