@@ -2,7 +2,7 @@
 
 XLA would start every copy to the device before the forward pass (a whole-tree `device_put` left 2386 of 2402 MiB there
 in the plan for a GPU), so barriers let the fetch of a bucket wait for the bucket `WINDOW` places before it. The copies
-back are bound to nothing: they overlap the fetches that follow. Donated host buffers are written in place.
+back are bound to nothing, so that they may overlap the fetches that follow. Donated host buffers are written in place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
