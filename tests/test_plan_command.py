@@ -106,7 +106,8 @@ def test_the_plan_counts_every_byte_and_leaves_the_run_directory_alone(config_fi
     assert groups["opt_state", "pinned_host"]["total_bytes"] == 8 * weights
     moments = groups["opt_state", "pinned_host"]["bytes_per_device"]
     assert found["memory"]["host"]["parts"]["state"] == 8 * moments
-    assert found["memory"]["snapshots"]["total"] == 3 * sum(g["total_bytes"] for g in found["groups"])
+    stored = sum(g["total_bytes"] for g in found["groups"] if g["group"] != "params")  # the master weights, once
+    assert found["memory"]["snapshots"]["total"] == 3 * stored
     assert found["traffic"]["h2d"] == found["traffic"]["d2h"] == moments
     assert found["step"]["h2d_s"] == moments / 1e9 and found["fits"] and found["nearest"] == []
     assert not (tmp_path / "run").exists()
@@ -117,8 +118,26 @@ def test_what_does_not_fit_is_told_with_settings_that_would(config_file):
     refused = plan(config_file, "--device-memory", str(everything // 2), code=1)
     assert re.match(r"device: .* needed at least, .* there \(--device-memory\): .* too much", refused["problems"][0])
     assert "placement.opt_state=pinned_host" in refused["nearest"]
-    settings = [line for line in refused["nearest"] if not line.startswith("placement.bucket_bytes")]
-    assert plan(config_file, "--device-memory", str(everything // 2), *settings)["fits"]
+    assert not any("bucket_bytes" in line for line in refused["nearest"]), "that is as it was given"
+    assert plan(config_file, "--device-memory", str(everything // 2), *refused["nearest"])["fits"]
+
+
+def test_where_only_saves_take_too_much_of_the_host_they_are_told_to_take_less(config_file):
+    # Gigabytes, of which nothing is allocated: beside them it does not matter how the memory of this process varies.
+    large = ("model.d_model=4096", "model.d_ff=16384", "placement.opt_state=pinned_host", "snapshots.keep=1")
+    host = plan(config_file, *large)["memory"]["host"]
+    staging = host["parts"]["staging of a save"]
+    assert staging > 6 * GIB, "master weights and moments"
+    limit = ("--host-memory", str(host["total"] - staging // 2))
+    nearest = plan(config_file, *limit, *large, code=1)["nearest"]
+    [(name, gib)] = [re.fullmatch(r"snapshots\.(\w+)=(\d+)\w+", line).groups() for line in nearest]
+    assert name == "staging_bytes"
+    assert plan(config_file, *limit, *large, *nearest)["fits"]
+    # What a restore takes is bounded, too, once it would take more than is there.
+    limit = ("--host-memory", str(host["total"] - staging + 2 * GIB))
+    nearest = plan(config_file, *limit, *large, code=1)["nearest"]
+    assert [line.split("=")[0] for line in nearest] == ["snapshots.staging_bytes", "snapshots.restore_bytes"]
+    assert plan(config_file, *limit, *large, *nearest)["fits"]
 
 
 def test_a_budget_in_the_configuration_chooses_and_refuses(config_file):

@@ -1,5 +1,6 @@
 """The plan before the run: what is read from XLA's schedule, what is chosen under a budget, what is told."""
 
+import os
 import re
 from dataclasses import replace
 
@@ -12,11 +13,17 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import PlanError
 from jaxckpt.planning import gpu, hlo
 from jaxckpt.planning.budget import Budget, Needs, choose_placement, patterns, refine
-from jaxckpt.planning.report import Saving, host_use
+from jaxckpt.planning.nearest import placement_settings, saving_settings, snapshots_that_fit
+from jaxckpt.planning.report import Saving, Use, disk_uses, host_use, state_groups
 from jaxckpt.planning.targets import GIB, TARGETS, describe_for_xla, target_named
+from jaxckpt.snapshot.leaves import leaf_table
+from jaxckpt.snapshot.manifest import FORMAT
+from jaxckpt.snapshot.restore import Snapshot
+from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state import tree
 from jaxckpt.state.memory import GroupSize, leaf_bytes
 from jaxckpt.state.plan import Placement
@@ -312,3 +319,61 @@ def test_a_save_copies_state_in_host_memory_aside_but_no_derived_parameters_and_
         "more while it resumes": 8,
     }
     assert use(Saving(1, 1, 1))["staging of a save"] == 1
+
+
+def test_a_snapshot_takes_as_much_of_a_disk_as_was_planned(tmp_path):
+    plan = state_of([4 * BIG, 3 * BIG, 1000])
+    state = jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), plan)
+    [use] = disk_uses(state_groups(plan), Saving(None, None, 0), local_devices=2, snapshot_room=None, nvme_room=None)
+    with Snapshots(tmp_path / "run", timeout_s=60) as snapshots:
+        snapshots.open(Group(timeout_s=10))
+        snapshots.save(Snapshot(state, {}, {"format": FORMAT, "step": 1, "leaves": leaf_table(plan)}))
+        snapshots.wait()
+        files = [os.path.join(d, name) for d, _, names in os.walk(snapshots.root) for name in names]
+        taken = sum(os.stat(file).st_blocks * 512 for file in files)
+    # Beside the elements: four bytes of checksum and sixteen of index for each chunk of 256 KiB or more, and some thirty
+    # small files of JSON, which take a block each.
+    assert use.total <= taken < 1.001 * use.total + 256 * 1024, f"{taken} bytes, planned {use.total}"
+
+
+# ------------------------------------------------------------------------------------------------ ways out
+
+
+def test_a_budget_counts_what_a_save_takes_of_the_host_and_that_disks_take_nothing():
+    plan = state_of([BIG] * 16)
+    stored = 3 * 16 * BIG * 4 + 8  # master weights, moments and two counts, without the narrow parameters
+    on_host = lambda **needs: choose(plan, Budget(host=None), Needs(**needs)).host_bytes
+    more = lambda **needs: on_host(**needs) - on_host()
+    assert more(staging_bytes=None) == more(restore_bytes=None) == stored
+    assert more(staging_bytes=5000, restore_bytes=4000) == 5000, "not at the same time"
+    some = choose(plan, Budget(device=64 * BIG, host=300 * BIG, nvme=None), Needs(staging_bytes=None))
+    found = totals(plan, some.placement)
+    buffers = 4 * 2 * BIG * 2  # four slots of a leaf's half, for two devices
+    assert found["nvme"] and some.host_bytes == 2 * found["pinned_host"] + stored - 2 * found["nvme"] + buffers
+
+
+def test_only_what_is_another_setting_is_suggested():
+    given = Placement(master="pinned_host", bucket_bytes=5, nvme_dirs=("/a",))
+    assert placement_settings(given, given) == []
+    assert placement_settings(Placement(bucket_bytes=5), given) == ["placement.master=device"]
+    assert placement_settings(replace(given, opt_state="nvme", paths=(("^a$", "device"),)), given) == [
+        "placement.opt_state=nvme",
+        "placement.paths={'^a$': device}",
+    ]
+
+
+def test_saving_settings_fill_the_room_that_the_rest_leaves_and_not_less_than_a_save_needs():
+    host = Use(
+        "host", {"state": 100 * GIB, "staging of a save": 60 * GIB, "more while it resumes": 20 * GIB}, 150 * GIB
+    )
+    both = ["snapshots.staging_bytes=50GiB", "snapshots.restore_bytes=50GiB"]
+    assert saving_settings(host, 80 * GIB, 50 * GIB) == both and saving_settings(host, 80 * GIB, 51 * GIB) == []
+    saving_less = replace(host, parts={"state": 100 * GIB, "staging of a save": 60 * GIB})
+    assert saving_settings(saving_less, 4 * GIB, 1) == both[:1]
+
+
+def test_as_many_snapshots_are_suggested_as_there_is_room_for():
+    use = lambda room: Use("snapshots", {"5 kept": 50, "one being written": 10}, room)
+    assert [snapshots_that_fit(use(n), 5) for n in (59, 50, 41, 20, 19)] == [
+        *(["snapshots.keep=4"], ["snapshots.keep=4"], ["snapshots.keep=3"], ["snapshots.keep=1"], []),
+    ]

@@ -5,7 +5,6 @@ is read in every layer's forward and backward (parameters). Within a group leave
 and not one more than needed. What the host has no room for goes on to disks in the same order.
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +58,13 @@ class Needs:
     gradient_bytes: int | None = None
     """of each device; None: as much as the parameters. With parameters off the device no whole gradient exists there"""
     host_bytes: int = 0
-    """of each process, for staging and for the process itself"""
+    """of each process, for the process itself"""
+    staging_bytes: int | None = 0
+    """of each process, for what a save copies aside; None: all that it copies, which is what is not on disks"""
+    restore_bytes: int | None = 0
+    """of each process, while a run resumes; None: as much as the state"""
+    cache_bytes: int = 0
+    """of each process, for state on disks that is kept in memory, too"""
     sums_gradients: bool = False
     """whether gradients are kept until all are there (accumulation, a global norm)"""
 
@@ -84,7 +89,10 @@ class _Leaf:
     device_bytes: int
     process_bytes: int
     """in host memory, where every local device has its part"""
-    disk_bytes: int
+    once_bytes: int
+    """on disk and in a save, where copies on several local devices are one"""
+    is_derived: bool
+    """of the narrow copy of master weights, which no save holds"""
     is_movable: bool
     is_small: bool
     parameter: str | None
@@ -160,19 +168,27 @@ class _Room:
     def host_sizes(self, away: int) -> list[int]:
         """Host memory of each process, with the first 0, 1, 2... leaves that may be on disks there."""
         if away not in self._host:
-            gone = self._gone(away)
-            pinned = self.needs.host_bytes + sum(x.process_bytes for x in gone)
+            pinned = self.needs.host_bytes + sum(x.process_bytes for x in self._gone(away))
             pinned += self.gradient_bytes * self.local_devices * self._do_gradients_leave(away)
-            bucket, sizes = _Bucket(self.bucket_bytes), [pinned]
+            copied = sum(x.once_bytes for x in self.leaves if not x.is_derived)
+            bucket, on_disk = _Bucket(self.bucket_bytes), 0
+            sizes = [pinned + self._saving_bytes(copied)]
             for x in self._for_disks(away):
-                pinned -= x.process_bytes
-                sizes.append(pinned + NVME_SLOTS * bucket.add([x]) * self.local_devices)
+                pinned, copied, on_disk = pinned - x.process_bytes, copied - x.once_bytes, on_disk + x.process_bytes
+                buffers = NVME_SLOTS * bucket.add([x]) * self.local_devices + min(self.needs.cache_bytes, on_disk)
+                sizes.append(pinned + buffers + self._saving_bytes(copied))
             self._host[away] = sizes
         return self._host[away]
 
+    def _saving_bytes(self, copied: int) -> int:
+        """Host memory of each process for a save that copies so many bytes, or for resuming, which comes at another time."""
+        whole = sum(x.once_bytes for x in self.leaves if not x.is_derived)
+        staging, restore = self.needs.staging_bytes, self.needs.restore_bytes
+        return max(bounded(copied, staging), bounded(whole, restore))
+
     def disk_sizes(self, away: int) -> list[int]:
         """Bytes on the disks of each process, for the same numbers of leaves."""
-        return list(accumulate((GENERATIONS * x.disk_bytes for x in self._for_disks(away)), initial=0))
+        return list(accumulate((GENERATIONS * x.once_bytes for x in self._for_disks(away)), initial=0))
 
     def placement(self, away: int, disk: int, nvme_dirs: tuple[str, ...]) -> Placement:
         on_disk = {x.path for x in self._for_disks(away)[:disk]}
@@ -240,7 +256,8 @@ class _Room:
         return [x for piece in self.pieces[:away] for x in piece]
 
     def _for_disks(self, away: int) -> list[_Leaf]:
-        return [x for x in self._gone(away) if not x.is_small]
+        # Parameters are fetched in every layer, which reads them from host memory alone.
+        return [x for x in self._gone(away) if not x.is_small and x.group != "params"]
 
     def _do_gradients_leave(self, away: int) -> bool:
         return self.needs.sums_gradients and any(piece[0].group == "params" for piece in self.pieces[:away])
@@ -276,6 +293,11 @@ def _group_tiers(members: Sequence[_Leaf], tiers: Mapping[str, Tier]) -> tuple[T
     return usual, paths
 
 
+def bounded(nbytes: int, bound: int | None) -> int:
+    """The bytes, or the bound where there is one and it is less."""
+    return nbytes if bound is None else min(nbytes, bound)
+
+
 def _first_within(sizes: Sequence[int], limit: int | None) -> int | None:
     return next((i for i, n in enumerate(sizes) if limit is None or n <= limit), None)
 
@@ -299,12 +321,12 @@ def patterns(chosen: Sequence[str], others: Sequence[str]) -> list[str]:
 def _leaves(plan: Any, local_devices: int) -> list[_Leaf]:
     flat = tree.flatten(plan)
     parameters = {path.partition("/")[2]: x.shape for path, x in flat.items() if path.startswith("params/")}
+    has_master = any(path.startswith("master/") for path in flat)
     found = []
     for path, x in flat.items():
         group, _, rest = path.partition("/")
         part = leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype)
-        local = part * local_devices
-        whole = math.prod(x.shape) * x.dtype.itemsize if _is_movable(group, x) else 0
+        local, whole = part * local_devices, leaf_bytes(x.shape, x.dtype)
         found.append(
             _Leaf(
                 path,
@@ -312,6 +334,7 @@ def _leaves(plan: Any, local_devices: int) -> list[_Leaf]:
                 part,
                 local,
                 min(local, whole),
+                has_master and group == "params",
                 _is_movable(group, x),
                 whole <= SMALLEST_BYTES,
                 owner(rest, x.shape, parameters) or None,

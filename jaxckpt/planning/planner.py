@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from jaxckpt.data.command import parse_bytes
 from jaxckpt.errors import PlanError
 from jaxckpt.planning import bandwidth, guards, report
 from jaxckpt.planning.bandwidth import Rate, Rates
-from jaxckpt.planning.budget import Budget, Choice, Needs, choose_placement, refine
+from jaxckpt.planning.budget import Budget, Choice, DoesNotFit, Needs, bounded, choose_placement, refine
 from jaxckpt.planning.flops import count_flops
 from jaxckpt.planning.gpu import GpuPlan, compile_for, read_plan
+from jaxckpt.planning.nearest import as_setting, placement_settings, saving_settings, snapshots_that_fit
 from jaxckpt.planning.report import PlanReport, Use, tier_bytes
 from jaxckpt.planning.subject import Subject, subject_of
 from jaxckpt.planning.targets import Target, target_named
-from jaxckpt.state.memory import GroupSize
+from jaxckpt.snapshot.leaves import stored_leaves
+from jaxckpt.state import tree
+from jaxckpt.state.memory import GroupSize, leaf_bytes
 from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import TrainState
 from jaxckpt.update.choose import compiler_options
@@ -131,26 +134,42 @@ class _Planner:
             return subject_of(run)
 
     def _choose(self, subject: Subject, budget: Budget, working: int) -> Choice:
+        try:
+            return self._choose_with(subject, budget, working, self.config.snapshots.staging_bytes)
+        except DoesNotFit as e:
+            least = _least_staging(subject.plan)
+            try:
+                choice = self._choose_with(subject, budget, working, least)
+            except DoesNotFit:
+                raise e from None
+            # A budget chooses the placement itself.
+            tiers = placement_settings(choice.placement) if self.budget is None else []
+            lines = [f"snapshots.staging_bytes={as_setting(least)}", *tiers]
+            raise DoesNotFit(
+                f"{e}\n  Or saves copy less aside, and training waits for them longer: {' '.join(lines)}"
+            ) from None
+
+    def _choose_with(self, subject: Subject, budget: Budget, working: int, staging_bytes: int | None) -> Choice:
+        groups = report.state_groups(subject.plan)
+        section = self.config.placement
+        needs = Needs(
+            working_bytes=max(report.batch_bytes(subject.batch), working),
+            gradient_bytes=self._gradients(groups),
+            host_bytes=self.process_bytes,
+            staging_bytes=staging_bytes,
+            restore_bytes=self.config.snapshots.restore_bytes,
+            cache_bytes=section.nvme_cache_bytes or 0,
+            sums_gradients=self.config.optimizer.accumulation_steps > 1
+            or self.config.optimizer.max_grad_norm is not None,
+        )
         return choose_placement(
             subject.plan,
             budget,
-            needs=self._needs(subject, working),
+            needs=needs,
             local_devices=self.local_devices,
-            bucket_bytes=self.config.placement.bucket_bytes,
-            nvme_dirs=tuple(self.config.placement.nvme_dir or ()),
+            bucket_bytes=section.bucket_bytes,
+            nvme_dirs=tuple(section.nvme_dir or ()),
         )
-
-    def _needs(self, subject: Subject, working: int) -> Needs:
-        groups = report.state_groups(subject.plan)
-        beside = report.host_use(
-            [g for g in groups if g.tier == "device"],
-            Placement(),
-            self._saving(),
-            local_devices=self.local_devices,
-            process_bytes=self.process_bytes,
-        )
-        sums = self.config.optimizer.accumulation_steps > 1 or self.config.optimizer.max_grad_norm is not None
-        return Needs(max(report.batch_bytes(subject.batch), working), self._gradients(groups), beside.total, sums)
 
     def _budget(self, section: Any) -> Budget:
         nvme = section.nvme if self.config.placement.nvme_dir else 0
@@ -301,19 +320,32 @@ class _Planner:
     # ------------------------------------------------------------------------------------------------ ways out
 
     def _nearest(self, subject: Subject, uses: Sequence[Use]) -> list[str]:
-        """Settings of the nearest placement that would fit, by arithmetic and with what the compiler has said of the rest."""
+        """Settings with which the run would fit, by arithmetic and with what the compiler has said of the rest, or why there
+        are none. Only what is another setting than the one given."""
         device = next((u for u in uses if u.name == "device"), None)
         if self.wanted.target == "cpu" or device is None:
             return []
-        groups = report.state_groups(subject.plan)
+        groups, least = report.state_groups(subject.plan), _least_staging(subject.plan)
+        wrong = {u.name: u for u in uses if not u.fits}
+        keep = snapshots_that_fit(wrong.pop("snapshots", None), self.config.snapshots.keep)
+        if not wrong:
+            return keep
+        if list(wrong) == ["host"]:
+            host, (_, whole) = wrong["host"], report.saved_bytes(groups, self.local_devices)
+            # That costs less than to move any more of the state.
+            if found := saving_settings(host, bounded(whole, self.config.snapshots.restore_bytes), least):
+                return found + keep
         lasting = tier_bytes(groups, "device") + self._gradients(groups)
         working = 0 if device.is_lower_bound else max(0, device.total - lasting)
         budget = Budget(device.limit, self.host_limit, self._nvme_room() if self.config.placement.nvme_dir else 0)
         try:
             choice = self._choose(subject, budget, working)
         except PlanError as e:
-            return str(e).splitlines()
-        return settings(choice.placement) if choice.placement != subject.placement else []
+            return str(e).splitlines() + keep
+        new, old = (tiers_of(placement, subject.plan) for placement in (choice.placement, subject.placement))
+        if self.budget is not None or new == old:
+            return keep
+        return placement_settings(choice.placement, subject.placement) + keep
 
     def _notes(self, uses: Sequence[Use], programs: Mapping[str, GpuPlan]) -> list[str]:
         notes = []
@@ -325,18 +357,15 @@ class _Planner:
         return notes
 
 
-def settings(placement: Placement) -> list[str]:
-    """The placement as lines `placement.key=value`, without what is as in a run that says nothing."""
-    usual = Placement()
-    lines = []
-    for name in (f.name for f in fields(Placement)):
-        value = getattr(placement, name)
-        if value == getattr(usual, name):
-            continue
-        if name == "paths":
-            value = "{" + ", ".join(f"'{pattern}': {tier}" for pattern, tier in value) + "}"
-        lines.append(f"placement.{'nvme_dir' if name == 'nvme_dirs' else name}={_plain(value)}")
-    return lines
+def tiers_of(placement: Placement, plan: TrainState) -> list[str]:
+    """The tier of each leaf, which two placements may say in different words, and how they stream."""
+    return [placement.tier(path, x) for path, x in tree.flatten(plan).items()] + [str(placement.bucket_bytes)]
+
+
+def _least_staging(plan: TrainState) -> int:
+    """Bytes that a save must be given to keep within them: it holds three shards of any leaf at a time."""
+    parts = (leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in stored_leaves(plan).values())
+    return 3 * max(parts)
 
 
 def _as_config(placement: Placement, section: Any) -> Any:
@@ -361,7 +390,3 @@ def _free(directory: Any) -> int | None:
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
-
-
-def _plain(value: Any) -> str:
-    return "[" + ", ".join(value) + "]" if isinstance(value, tuple) else str(value)

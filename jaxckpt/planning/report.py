@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxckpt.planning.bandwidth import Rates
-from jaxckpt.planning.budget import GENERATIONS, NVME_SLOTS
+from jaxckpt.planning.budget import GENERATIONS, NVME_SLOTS, bounded
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.state.memory import GroupSize, group_sizes, leaf_bytes
 from jaxckpt.state.plan import Placement
@@ -133,16 +133,10 @@ def host_use(
     limit_source: str = "",
 ) -> Use:
     """Host memory of one process. `pinned_bytes`: what the compiler has planned for each device, else the state's own."""
-    # Copies of one shard on several devices are saved and read once, and the narrow copy of master weights never.
-    is_derived = lambda g: g.group == "params" and any(x.group == "master" for x in groups)
-    held = {g: min(g.bytes_per_device * local_devices, g.total_bytes) for g in groups if not is_derived(g)}
-    copied = sum(n for g, n in held.items() if g.tier != "nvme")
+    copied, whole = saved_bytes(groups, local_devices)
     on_disk = tier_bytes(groups, "nvme") * local_devices
     pinned = tier_bytes(groups, "pinned_host") if pinned_bytes is None else pinned_bytes
-    # A save copies what the next step would overwrite, also in host memory; on disks it makes links.
-    staging = copied if saving.staging_bytes is None else min(saving.staging_bytes, copied)
-    whole = sum(held.values())
-    restoring = whole if saving.restore_bytes is None else min(saving.restore_bytes, whole)
+    staging, restoring = bounded(copied, saving.staging_bytes), bounded(whole, saving.restore_bytes)
     slots = min(NVME_SLOTS * placement.bucket_bytes * local_devices, on_disk)
     parts = {
         "state": pinned * local_devices,
@@ -155,6 +149,19 @@ def host_use(
     return Use("host", {k: v for k, v in parts.items() if v}, limit, limit_source)
 
 
+def saved_bytes(groups: Sequence[GroupSize], local_devices: int) -> tuple[int, int]:
+    """(bytes that a save copies, bytes that it holds) of one process: the next step would overwrite what is copied, also in
+    host memory; on disks a save makes links. Copies of one shard on several devices are saved and read once."""
+    held = [(g, min(g.bytes_per_device * local_devices, g.total_bytes)) for g in _stored(groups)]
+    return sum(n for g, n in held if g.tier != "nvme"), sum(n for _, n in held)
+
+
+def _stored(groups: Sequence[GroupSize]) -> list[GroupSize]:
+    """What a snapshot holds: the narrow params are derived from the master weights, where there are any."""
+    has_master = any(g.group == "master" for g in groups)
+    return [g for g in groups if not (has_master and g.group == "params")]
+
+
 def disk_uses(
     groups: Sequence[GroupSize],
     saving: Saving,
@@ -165,7 +172,7 @@ def disk_uses(
     nvme_source: str = "free in placement.nvme_dir",
 ) -> list[Use]:
     """What the snapshots of the whole run take where they are saved, and the tier nvme on each process's disks."""
-    whole = sum(g.total_bytes for g in groups)
+    whole = sum(g.total_bytes for g in _stored(groups))
     uses = [
         Use(
             "snapshots",
