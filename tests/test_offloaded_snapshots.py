@@ -1,6 +1,7 @@
 """Snapshots of state that lies in pinned host memory and on local disks: exact, without tearing, and free to move."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import threading
 import time
 from contextlib import nullcontext as nothing
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -230,14 +232,10 @@ def test_what_is_linked_looks_as_what_is_written(snapshots, tmp_path):
     read = lambda name, file: json.loads((tmp_path / name / "state" / file).read_text())
     for file in ("opt_state.mu.w/zarr.json", "opt_state.nu.v/zarr.json", "_METADATA", "_sharding"):
         assert read("linked", file) == read("written", file), file
-    arrays = [
-        sorted(read(name, "array_metadatas/process_0")["array_metadatas"], key=str) for name in ("linked", "written")
-    ]
-    assert arrays[0] == arrays[1]
-    files = {file.relative_to(tmp_path / "written") for file in (tmp_path / "written").rglob("*") if file.is_file()}
-    assert files == {
-        file.relative_to(tmp_path / "linked") for file in (tmp_path / "linked").rglob("*") if file.is_file()
-    }
+    arrays = lambda name: sorted(read(name, "array_metadatas/process_0")["array_metadatas"], key=str)
+    assert arrays("linked") == arrays("written")
+    files = lambda root: {file.relative_to(root) for file in root.rglob("*") if file.is_file()}
+    assert files(tmp_path / "linked") == files(tmp_path / "written")
 
 
 def test_a_snapshot_is_links_and_stays_byte_identical_while_three_more_steps_run(snapshots, tmp_path):
@@ -268,31 +266,42 @@ def test_a_snapshot_is_links_and_stays_byte_identical_while_three_more_steps_run
     assert verify(snapshots.root, 1) == []
 
 
-def test_elsewhere_the_files_are_copied_at_a_bounded_rate_and_held_meanwhile(tmp_path):
-    other = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    try:
-        assert os.stat(other).st_dev != os.stat(tmp_path).st_dev
-        placement = disk(tmp_path)
-        plan = planned(placement)
-        with (
-            Snapshots(other / "run", timeout_s=60, copy_bytes_per_s=4 << 20) as snapshots,
-            store_of(plan, placement) as store,
-        ):
-            snapshots.open(Group(timeout_s=10))
-            state = state_of(1, plan, store)
-            expected = {path: np.asarray(x) for path, x in tree.flatten(state).items()}
-            started = time.monotonic()
-            snapshots.save(snapshot_of(state, plan))
-            assert any((tmp_path / "nvme").rglob("held/step_0000000001/*"))
-            for step in (2, 3):
-                state_of(step, plan, store)
-            snapshots.wait()
-            assert time.monotonic() - started > 0.3, "3 MiB at 4 MiB/s, less the first block"
-            assert not any((tmp_path / "nvme").rglob("held/*"))
-            assert same(snapshots.restore(1, planned()).state, expected)
-            assert verify(snapshots.root, 1) == []
-    finally:
-        shutil.rmtree(other)
+@pytest.fixture(params=["another file system", "one without hard links"])
+def elsewhere(request, tmp_path, monkeypatch):
+    """A directory to which no file of `tmp_path` can be linked."""
+    if request.param == "another file system":
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+            assert os.stat(other).st_dev != os.stat(tmp_path).st_dev
+            yield Path(other)
+    else:
+        # What vfat says. To mount one takes root and a kernel that has it, and no file system that is always there refuses.
+        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+        yield tmp_path / "other"
+
+
+def test_elsewhere_the_files_are_copied_at_a_bounded_rate_and_held_meanwhile(tmp_path, elsewhere, caplog):
+    placement = disk(tmp_path)
+    plan = planned(placement)
+    with Snapshots(elsewhere / "run", timeout_s=60, copy_bytes_per_s=4 << 20) as snapshots:
+        snapshots.open(Group(timeout_s=10))
+        with store_of(plan, placement) as store:
+            for step in (1, 4):
+                state = state_of(step, plan, store)
+                started = time.monotonic()
+                snapshots.save(snapshot_of(state, plan))
+                files = [file for file in (tmp_path / "nvme").rglob("*") if file.is_file()]
+                assert sum("held" in file.parts or file.suffix == ".kept" for file in files) == 4, "moments of w and v"
+                for later in (step + 1, step + 2):
+                    state_of(later, plan, store)
+        snapshots.wait()
+        assert time.monotonic() - started > 0.3, "3 MiB at 4 MiB/s, less the first block"
+        assert not any((tmp_path / "nvme").rglob("held/*"))
+        for step in (1, 4):
+            expected = {path: np.asarray(x) for path, x in tree.flatten(init(step)).items()}
+            assert same(snapshots.restore(step, planned()).state, expected)
+            assert verify(snapshots.root, step) == []
+    told = [r.message for r in caplog.records if "makes no hard links" in r.message]
+    assert len(told) == (elsewhere.parent == tmp_path), "once, and only where it is so"
 
 
 def test_a_save_that_fails_lets_the_files_go_and_the_next_one_counts(tmp_path):

@@ -13,6 +13,8 @@ from jaxckpt.snapshot.direct_file import Counters
 from jaxckpt.state.nvme import NvmeStruct
 
 Marks = tuple[jax.Array, jax.Array]
+KEPT = ".kept"
+"""the end of the name of an empty file that says of the file beside it what a hard link says elsewhere: do not overwrite"""
 Place = tuple[int, ...]
 """where a shard lies in the grid of shards, as in the name of its file in a zarr3 array: c/0/3"""
 
@@ -23,7 +25,8 @@ class NvmeArray(NvmeStruct):
 
     Like a donated array it is gone once the step that was given it returns: its files are those that the step after
     that overwrites. Whoever wants to keep one makes a hard link of it before the next step; a file with a second name
-    is never written to again.
+    is never written to again. Where the file system has no hard links, it keeps the file open and makes an empty one of
+    the same name and `KEPT`: the store then puts a new file in its place.
     """
 
     path: str

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxckpt.errors import OffloadError, PlanError, listed
-from jaxckpt.nvme.array import Marks, NvmeArray, Place, box_of, holders, layout_of
+from jaxckpt.nvme.array import KEPT, Marks, NvmeArray, Place, box_of, holders, layout_of
 from jaxckpt.nvme.rooms import Rooms, shards, view
 from jaxckpt.snapshot.direct import Box, DamagedFile, Layout, read_shard, write_shard
 from jaxckpt.snapshot.direct_file import Counters, File, make_file
@@ -117,9 +117,11 @@ class NvmeStore:
         """The file that the shard's next generation goes to, for `write_shard(..., is_in_place=True)`."""
         leaf = self._leaves[path]
         file = leaf.names[place] + "ab"[(leaf.generation + 1) % GENERATIONS]
-        if os.stat(file).st_nlink > 1:  # a snapshot has it now
+        if os.stat(file).st_nlink > 1 or os.path.exists(file + KEPT):  # a snapshot has it now
             os.unlink(file)
             make_file(file, leaf.layout.file_bytes)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file + KEPT)
         return file
 
     def commit(self, marks: Mapping[str, Marks | None]) -> dict[str, NvmeArray]:

@@ -2,11 +2,16 @@
 
 Before the save returns each file gets a second name in its store's directory `held`, and is never written to again. In the
 background the held files get their names in the snapshot, or are copied where it lies on another file system or on gs://,
-and are let go. A held file that a killed process leaves is swept with the store's directory.
+and are let go. A held file that a killed process leaves is swept with the store's directory. On a file system without hard
+links a file is held open, and copied.
 """
 
+import contextlib
 import errno
+import functools
+import logging
 import os
+import resource
 import shutil
 import threading
 import time
@@ -17,13 +22,17 @@ from concurrent.futures import ThreadPoolExecutor
 from etils import epath
 
 from jaxckpt.errors import SnapshotError, listed
-from jaxckpt.nvme.array import NvmeArray, Place
+from jaxckpt.nvme.array import KEPT, NvmeArray, Place
 from jaxckpt.snapshot import direct_file, gcs, orbax_arrays
 from jaxckpt.snapshot.paths import is_local
 from jaxckpt.snapshot.shards import array_directory
 
+log = logging.getLogger("jaxckpt")
+
 BLOCK_BYTES = 8 << 20
 _THREADS = 8
+_OPEN_FILES = "/proc/self/fd/"
+_SPARE_FILES = 512
 # The snapshot lies on another file system, on one without hard links, or the file has as many names as it may.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS)
 
@@ -41,12 +50,15 @@ class Held:
         self._pace = _Pace(copy_bytes_per_s)
         self._files: dict[tuple[str, Place], str] = {}
         self._directories: set[str] = set()
+        self._open: dict[str, int] = {}
         try:
-            self._check_room()
+            self._check_room(1)
             for path, x in self.leaves.items():
                 x.check_current()
                 for place, file in x.owned.items():
                     self._files[path, place] = self._hold(path, place, file, f"step_{step:010d}")
+            if self._open:  # for a copy of each, too, if the snapshot lies there
+                self._check_room(2)
         except BaseException:
             self.release()
             raise
@@ -66,16 +78,20 @@ class Held:
         """Lets the files go. Their directories belong to the store, and may be gone already."""
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
-        self._directories, self._files = set(), {}
+        for file, fd in self._open.items():
+            with contextlib.suppress(FileNotFoundError):  # the store has a new file in its place
+                os.unlink(file + KEPT)
+            os.close(fd)
+        self._directories, self._files, self._open = set(), {}, {}
 
-    def _check_room(self) -> None:
+    def _check_room(self, times: int) -> None:
         """A held file is the snapshot's: the store makes a new one in its place, and a step that finds no room ends the run."""
         needed: dict[int, int] = defaultdict(int)
         where: dict[int, str] = {}
         for x in self.leaves.values():
             for file in x.owned.values():
                 device = os.stat(file).st_dev
-                needed[device] += x.layout.file_bytes
+                needed[device] += times * x.layout.file_bytes
                 where.setdefault(device, os.path.dirname(file))
         problems = []
         for device, nbytes in needed.items():
@@ -95,8 +111,22 @@ class Held:
         self._directories.add(directory)
         held = os.path.join(directory, array_directory(path), *map(str, place))
         os.makedirs(os.path.dirname(held), exist_ok=True)
-        os.link(file, held)
+        try:
+            os.link(file, held)
+        except OSError as e:
+            if e.errno not in _NO_LINK:
+                raise
+            return self._keep_open(file)
         return held
+
+    def _keep_open(self, file: str) -> str:
+        """Holds a file that can have no second name. It goes with its name when the store makes a new one in its place, or
+        is closed, and its bytes last as long as it is open. Returns a name for it that this process alone can use."""
+        _tell_of_copies(_store_directory(file))
+        _allow_open_files(sum(len(x.files) for x in self.leaves.values()))
+        self._open[file] = fd = os.open(file, os.O_RDONLY)
+        os.close(os.open(file + KEPT, os.O_WRONLY | os.O_CREAT, 0o644))
+        return f"{_OPEN_FILES}{fd}"
 
     def _bring(self, held: str, target: epath.Path, nbytes: int) -> None:
         if os.path.getsize(held) != nbytes:
@@ -107,11 +137,7 @@ class Held:
             return
         path = os.fspath(target)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        try:
-            os.link(held, path)
-        except OSError as e:
-            if e.errno not in _NO_LINK:
-                raise
+        if held.startswith(_OPEN_FILES) or not _is_linked(held, path):
             _copy(held, path, self._pace)
         direct_file.sync(path)
 
@@ -152,6 +178,36 @@ class _Pace:
             start = max(now, self._free_at)
             self._free_at = start + nbytes / self._bytes_per_s
         time.sleep(start - now)
+
+
+def _is_linked(held: str, path: str) -> bool:
+    """Whether the file has got a second name; False where it cannot have that one."""
+    try:
+        os.link(held, path)
+    except OSError as e:
+        if e.errno not in _NO_LINK:
+            raise
+        return False
+    return True
+
+
+@functools.cache  # once for each directory
+def _tell_of_copies(directory: str) -> None:
+    log.warning(
+        "%s: this file system makes no hard links, so that every snapshot copies the state that lies there, in the background, "
+        "and needs room for two more copies of it meanwhile",
+        directory,
+    )
+
+
+def _allow_open_files(count: int) -> None:
+    """Lets this process open so many more, as far as the system allows; many shells ask for no more than 1024."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most)
+        )
 
 
 def _copy(source: str, target: str, pace: _Pace) -> None:
