@@ -41,17 +41,13 @@ def make_any_step(
         if store is None:
             return make_train_step(model, loss, tx, plan, batch, **settings)
         return make_nvme_step(model, loss, tx, plan, batch, store, **settings)
-    problems = []
     if layers is None:
-        problems.append(
-            "each layer must fetch its own weights, and the model is not known as a list of layer functions: give layers "
-            "(a jaxckpt.Layers), or with a configuration model.layers; a llama needs scan_layers: false"
+        raise PlanError(
+            "parameters cannot live off the device here:\n  each layer must fetch its own weights, and the model is not known as "
+            "a list of layer functions: give layers (a jaxckpt.Layers), or with a configuration model.layers; a llama needs "
+            "scan_layers: false"
         )
-    if store is not None:
-        problems.append("no other state may be in the tier nvme at the same time: give it the tier pinned_host")
-    if problems or layers is None:
-        raise PlanError("parameters cannot live off the device here:\n" + "\n".join(f"  {p}" for p in problems))
-    return make_layered_step(model, layers, tx, plan, batch, placement=placement, **settings)
+    return make_layered_step(model, layers, tx, plan, batch, placement=placement, store=store, **settings)
 
 
 def make_any_eval_step(

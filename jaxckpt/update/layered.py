@@ -5,10 +5,12 @@ that of a layer only its input stays. Barriers bind each fetch to what the compu
 layer begins as soon as its gradient is there: nothing of the size of the model is ever on the device.
 
 What must know all gradients before it may change a weight (a global norm, whether all is finite, a sum over
-microbatches) takes two programs instead: gradients to pinned host memory, then the update from there.
+microbatches) takes two programs instead: gradients to pinned host memory, then the update from there. So does state on
+local disks, with a program for each bucket of the update.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,16 +18,22 @@ import jax.numpy as jnp
 import optax
 
 from jaxckpt.models.layers import Layers
+from jaxckpt.nvme.store import NvmeStore
 from jaxckpt.state import tree
 from jaxckpt.state.mesh import replicated
 from jaxckpt.state.plan import Placement, shardings
 from jaxckpt.state.train_state import Model, TrainState, step_key
-from jaxckpt.update.chain import Chain
-from jaxckpt.update.gradients import clipped, denominator_of, split_microbatches, step_metrics
+from jaxckpt.update.buckets import Bucket
+from jaxckpt.update.chain import Chain, _global_phase
+from jaxckpt.update.disk_bucket import DiskBucket
+from jaxckpt.update.gradients import denominator_of, kept, mean_gradient, split_microbatches, step_metrics
 from jaxckpt.update.host import fetched
+from jaxckpt.update.host_gradients import HostGradients
 from jaxckpt.update.layer_buckets import make_layer_buckets
+from jaxckpt.update.nvme_begin import LayerByLayer, given_of
+from jaxckpt.update.nvme_programs import NvmeStep, check_on_disk
 from jaxckpt.update.parts import Leaves, Parts, make_parts
-from jaxckpt.update.split import split_update
+from jaxckpt.update.split import Split, split_update
 from jaxckpt.update.step import learning_rate
 from jaxckpt.update.two_programs import TwoPrograms
 
@@ -33,6 +41,7 @@ Receive = Callable[[Leaves], Any]
 """(some gradients of the loss sum by path) -> what the next layer's fetch waits for"""
 Begin = Callable[[jax.Array], Receive]
 """(number of targets) -> Receive"""
+Metrics = dict[str, jax.Array]
 
 
 def make_layered_step(
@@ -49,32 +58,88 @@ def make_layered_step(
     lr: optax.Schedule | None = None,
     gathered: frozenset[str] = frozenset(),
     placement: Placement = Placement(),
+    store: NvmeStore | None = None,
+    is_marking: bool | None = None,
 ) -> Any:
     """(state, batch) -> (state, metrics) as `make_train_step` has it, for the loss that `layers` are; donates the state.
 
-    Master weights and optimizer state may live in pinned host memory or on the device. One jitted function; where the
-    update has to wait for all gradients, `TwoPrograms`, which is traced, compiled and called like one.
+    Master weights and optimizer state may live in pinned host memory or on the device: then it is one jitted function, or
+    `TwoPrograms` where the update has to wait for all gradients. Or in the tier nvme, whose files `store` holds: then it
+    is an `NvmeStep` (see there for `is_marking`). Both are traced, compiled and called like a jitted function.
 
     Equal to `make_train_step` bit for bit in float32 on one device, but for the order in which XLA sums; with a narrower
     compute dtype XLA may round gradients where `make_train_step` keeps them exact within a fusion. Raises PlanError where
     the model or the optimizer does not come apart, see `make_parts` and `split_update`.
     """
     split = split_update(tx, plan.params if plan.master is None else plan.master)
+    check_on_disk(split, plan)
     rows = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // accumulation_steps, *x.shape[1:]), x.dtype), batch
     )
     parts = make_parts(model, layers, plan, rows, gathered)
-    groups = _groups(parts)
-    buckets = make_layer_buckets(split, plan, groups, bucket_bytes=placement.bucket_bytes)
-    backward = _make_backward(parts, plan)
-    # In the order and behind the barrier of `global_norm`.
-    norm_of = lambda squares: jnp.sqrt(sum(jax.lax.optimization_barrier([squares[p] for p in split.weights])))
-    mesh = plan.step.sharding.mesh
-    with_lr = lambda metrics, state: metrics if lr is None else {**metrics, "lr": learning_rate(lr, state)}
+    buckets = make_layer_buckets(split, plan, _groups(parts), bucket_bytes=placement.bucket_bytes)
+    step = _Layered(
+        split, parts, buckets, plan, batch, seed=seed, accumulation_steps=accumulation_steps,
+        max_grad_norm=max_grad_norm, is_skipping=nonfinite == "skip", lr=lr,
+    )  # fmt: skip
+    is_waiting = accumulation_steps > 1 or max_grad_norm is not None or nonfinite == "skip"
+    if store is not None:
+        return step.from_disk(store, cache_bytes=placement.nvme_cache_bytes, is_marking=is_marking)
+    if is_waiting or split.kind != "leaf" or placement.grads == "pinned_host":
+        return TwoPrograms(step.host_gradients(), step.update)
+    return jax.jit(
+        step.fused,
+        in_shardings=(shardings(plan), shardings(batch)),
+        out_shardings=(shardings(plan), replicated(plan.step.sharding.mesh)),
+        donate_argnums=0,
+    )
 
-    def fused(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        chain, squares, waiting = Chain(split, plan, state), {}, {}
-        remaining = iter(buckets)
+
+class _Layered:
+    """The functions that the kinds of layered steps are made of, to be traced under jit."""
+
+    def __init__(
+        self,
+        split: Split,
+        parts: Parts,
+        buckets: Sequence[Sequence[Bucket]],
+        plan: TrainState,
+        batch: Any,
+        *,
+        seed: int,
+        accumulation_steps: int,
+        max_grad_norm: float | None,
+        is_skipping: bool,
+        lr: optax.Schedule | None,
+    ) -> None:
+        self._split, self._parts, self._buckets = split, parts, buckets
+        self._plan, self._batch, self._lr = plan, batch, lr
+        self._seed, self._accumulation_steps = seed, accumulation_steps
+        self._max_grad_norm, self._is_skipping = max_grad_norm, is_skipping
+        self._backward = _make_backward(parts, plan)
+        self._grads_plan = _grads_plan(plan, is_summed=accumulation_steps > 1)
+
+    def host_gradients(self) -> HostGradients:
+        counts = (self._parts.count_dtype, self._accumulation_steps)
+        return HostGradients(self.gradients, self._plan, self._batch, self._grads_plan, *counts)
+
+    def from_disk(self, store: NvmeStore, *, cache_bytes: int, is_marking: bool | None) -> NvmeStep:
+        """The step whose buckets come from the disks, in the order of `update`."""
+        split, plan = self._split, self._plan
+        finish = partial(mean_gradient, max_norm=self._max_grad_norm)
+        updates = [
+            DiskBucket(split, bucket, plan=plan, finish=finish, is_skipping=self._is_skipping)
+            for group in self._buckets
+            for bucket in group
+        ]
+        given = given_of(split, plan, self._batch)
+        beginning = LayerByLayer(self.host_gradients(), self.decide, given, global_grads=split.global_grads)
+        return NvmeStep(plan, split, beginning, updates, store, cache_bytes=cache_bytes, is_marking=is_marking)
+
+    def fused(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """The whole step: each bucket is updated as soon as its gradients are there."""
+        chain, squares, waiting = Chain(self._split, self._plan, state), {}, {}
+        remaining = iter(self._buckets)
         marks: list[Any] = []
         chain.begin(_no_gradient, jax.tree.leaves(batch))
 
@@ -82,7 +147,7 @@ def make_layered_step(
             denominator = denominator_of(count)
 
             def receive(grads: Leaves) -> Any:
-                grads = {path: _mean(g, denominator) for path, g in grads.items()}
+                grads = {path: mean_gradient(g, denominator) for path, g in grads.items()}
                 squares.update({path: jnp.sum(jnp.square(g)) for path, g in grads.items()})
                 waiting.update(grads)
                 for bucket in next(remaining):
@@ -93,24 +158,21 @@ def make_layered_step(
 
             return receive
 
-        key = jax.random.fold_in(step_key(seed, state.step), 0)
-        total, count = backward(tree.flatten(state.params), state.model_state, batch, key, begin)
-        mean, norm = total / denominator_of(count), norm_of(squares)
-        finite = jnp.isfinite(mean) & jnp.isfinite(norm)
-        metrics = step_metrics(mean, norm, count, finite, batch, plan)
-        return jax.device_put(chain.end(), shardings(plan)), with_lr(metrics, state)
-
-    grads_plan = _grads_plan(plan, is_summed=accumulation_steps > 1)
+        key = jax.random.fold_in(step_key(self._seed, state.step), 0)
+        total, count = self._backward(tree.flatten(state.params), state.model_state, batch, key, begin)
+        metrics, _ = self._metrics(total, count, self._norm(squares), batch, state)
+        return jax.device_put(chain.end(), shardings(self._plan)), metrics
 
     def gradients(
-        params: Any, model_state: Any, step: jax.Array, batch: Any, number: jax.Array, sums: Any, grads: Leaves
+        self, params: Any, model_state: Any, step: jax.Array, batch: Any, number: jax.Array, sums: Any, grads: Leaves
     ) -> tuple[Any, Leaves]:
         """Of microbatch `number`: ((loss sum, target count, norm) so far, the gradient sum so far in host memory)."""
         squares: Leaves = {}
         result: Leaves = {}
         marks: list[Any] = []
-        if accumulation_steps > 1:
-            microbatches = split_microbatches(batch, batch_plan, accumulation_steps)
+        plan = self._grads_plan
+        if self._accumulation_steps > 1:
+            microbatches = split_microbatches(batch, self._batch, self._accumulation_steps)
             batch = jax.tree.map(lambda x: x[number], microbatches)
         is_first = number == 0
 
@@ -118,50 +180,76 @@ def make_layered_step(
             denominator = denominator_of(sums[1] + count)
 
             def receive(own: Leaves) -> Any:
-                if accumulation_steps > 1:
-                    old = fetched({path: grads[path] for path in own}, grads_plan, list(own.values()))
+                if self._accumulation_steps > 1:
+                    old = fetched({path: grads[path] for path in own}, plan, list(own.values()))
                     own = {p: jnp.where(is_first, 0, old[p]) + g.astype(old[p].dtype) for p, g in own.items()}
                     own = jax.lax.optimization_barrier(own)
-                squares.update({p: jnp.sum(jnp.square(_mean(g, denominator))) for p, g in own.items()})
-                result.update(jax.device_put(own, {path: grads_plan[path].sharding for path in own}))
+                squares.update({p: jnp.sum(jnp.square(mean_gradient(g, denominator))) for p, g in own.items()})
+                result.update(jax.device_put(own, {path: plan[path].sharding for path in own}))
                 marks.append([squares[path] for path in own])
                 return marks[-2] if len(marks) > 1 else []
 
             return receive
 
-        key = jax.random.fold_in(step_key(seed, step), number)
-        total, count = backward(tree.flatten(params), model_state, batch, key, begin)
-        return (sums[0] + total, sums[1] + count, norm_of(squares)), result
+        key = jax.random.fold_in(step_key(self._seed, step), number)
+        total, count = self._backward(tree.flatten(params), model_state, batch, key, begin)
+        return (sums[0] + total, sums[1] + count, self._norm(squares)), result
 
-    batch_plan = batch
-
-    def update(state: TrainState, batch: Any, sums: Any, grads: Leaves) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(self, state: TrainState, batch: Any, sums: Any, grads: Leaves) -> tuple[TrainState, Metrics]:
+        """From the gradients in host memory, bucket by bucket."""
         total, count, norm = sums
-        denominator = denominator_of(count)
-        mean = total / denominator
-        finite = jnp.isfinite(mean) & jnp.isfinite(norm)
-        chain = Chain(split, plan, state, finite=finite if nonfinite == "skip" else None)
+        metrics, finite = self._metrics(total, count, norm, batch, state)
+        chain = Chain(self._split, self._plan, state, finite=finite if self._is_skipping else None)
+        grad = self._grad_of(grads, denominator_of(count), norm)
+        chain.begin(grad, [norm])
+        for bucket in (bucket for group in self._buckets for bucket in group):
+            # Not [norm] alone: XLA would take the fetch of a gradient here for the one in the global phase, and compute the
+            # clipped gradient once for both, which rounds in another way than where it is fused with the update.
+            after = chain.after([norm, count])
+            chain.update(bucket, {path: grad(path, after) for path in bucket.weights}, after)
+        return jax.device_put(chain.end(), shardings(self._plan)), metrics
+
+    def decide(
+        self, step: jax.Array, shared: Leaves, read: Leaves, batch: Any, sums: Any, grads: Leaves
+    ) -> tuple[Any, jax.Array, Leaves, Metrics]:
+        """What `update` does before its first bucket; see `LayerByLayer`."""
+        total, count, norm = sums
+        old = TrainState(step, None, None, tree.nest(shared), None)
+        metrics, finite = self._metrics(total, count, norm, batch, old)
+        grad = self._grad_of(grads, denominator_of(count), norm)
+        weights, state = tree.flatten(self._weights()), tree.flatten(self._plan.opt_state)
+        fetch = lambda path, after: fetched({path: read[path]}, weights, after)[path]
+        there = fetched(shared, state, [norm])
+        cuts, changed = _global_phase(self._split, there, weights, grad, fetch, [norm])
+        if self._is_skipping:
+            changed = kept(finite, changed, there)
+        changed = jax.device_put(changed, {path: state[path].sharding for path in changed})
+        return (cuts, finite, denominator_of(count), norm), step + 1, changed, metrics
+
+    def _grad_of(self, grads: Leaves, denominator: jax.Array, norm: jax.Array) -> Callable[[str, Any], jax.Array]:
+        """(path, after) -> the gradient that the update takes, on the device once `after` is there."""
 
         def grad(path: str, after: Any) -> jax.Array:
-            g = _mean(fetched({path: grads[path]}, grads_plan, after)[path], denominator)
-            return g if max_grad_norm is None else clipped(g, norm, max_grad_norm)
+            g = fetched({path: grads[path]}, self._grads_plan, after)[path]
+            return mean_gradient(g, denominator, norm, self._max_grad_norm)
 
-        chain.begin(grad, [norm])
-        for bucket in (bucket for group in buckets for bucket in group):
-            after = chain.after([norm])
-            chain.update(bucket, {path: grad(path, after) for path in bucket.weights}, after)
-        metrics = step_metrics(mean, norm, count, finite, batch, plan)
-        return jax.device_put(chain.end(), shardings(plan)), with_lr(metrics, state)
+        return grad
 
-    is_waiting = accumulation_steps > 1 or max_grad_norm is not None or nonfinite == "skip"
-    if is_waiting or split.kind != "leaf" or placement.grads == "pinned_host":
-        return TwoPrograms(gradients, update, plan, batch, grads_plan, parts.count_dtype, accumulation_steps)
-    return jax.jit(
-        fused,
-        in_shardings=(shardings(plan), shardings(batch)),
-        out_shardings=(shardings(plan), replicated(mesh)),
-        donate_argnums=0,
-    )
+    def _metrics(
+        self, total: jax.Array, count: jax.Array, norm: jax.Array, batch: Any, state: TrainState
+    ) -> tuple[Metrics, jax.Array]:
+        """(the metrics of the step, whether the loss and the gradient are finite)"""
+        mean = total / denominator_of(count)
+        finite = jnp.isfinite(mean) & jnp.isfinite(norm)
+        metrics = step_metrics(mean, norm, count, finite, batch, self._plan)
+        return metrics if self._lr is None else {**metrics, "lr": learning_rate(self._lr, state)}, finite
+
+    def _norm(self, squares: Leaves) -> jax.Array:
+        """In the order and behind the barrier of `global_norm`."""
+        return jnp.sqrt(sum(jax.lax.optimization_barrier([squares[p] for p in self._split.weights])))
+
+    def _weights(self) -> Any:
+        return self._plan.params if self._plan.master is None else self._plan.master
 
 
 def _groups(parts: Parts) -> list[tuple[str, ...]]:
@@ -234,10 +322,6 @@ def _grads_plan(plan: TrainState, *, is_summed: bool) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=shardings(x, "pinned_host") if x.ndim else x.sharding)
 
     return {path: struct(x) for path, x in tree.flatten(plan.params).items()}
-
-
-def _mean(g: jax.Array, denominator: jax.Array) -> jax.Array:
-    return g.astype(jnp.promote_types(g.dtype, jnp.float32)) / denominator
 
 
 def _no_gradient(path: str, after: Any) -> jax.Array:

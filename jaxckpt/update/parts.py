@@ -13,7 +13,6 @@ from jaxckpt.errors import PlanError, listed
 from jaxckpt.models.layers import Layers
 from jaxckpt.state import tree
 from jaxckpt.state.mesh import replicated
-from jaxckpt.state.nvme import tier_of
 from jaxckpt.state.plan import shardings
 from jaxckpt.state.train_state import Model, TrainState
 from jaxckpt.update.dataflow import Program
@@ -66,12 +65,6 @@ def make_parts(
     with all that keeps the model from running a layer at a time.
     """
     mesh = plan.step.sharding.mesh
-    away = [path for path, x in tree.flatten(plan).items() if tier_of(x) == "nvme"]
-    if away:
-        raise PlanError(
-            "weights that a model fetches a layer at a time come from pinned_host memory, and so does their optimizer "
-            f"state; on disk are:\n{listed(away)}\nPlace these in pinned_host, or params on the device."
-        )
     device = tree.flatten(shardings(plan.params, "device"))
     whole = {path: replicated(mesh) if path in gathered else sharding for path, sharding in device.items()}
 

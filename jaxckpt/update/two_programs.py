@@ -1,16 +1,15 @@
 """A step made of two compiled programs, gradients into host memory and the update from there, that is used like one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxckpt.state.mesh import replicated
 from jaxckpt.state.plan import shardings
 from jaxckpt.state.train_state import TrainState
+from jaxckpt.update.host_gradients import HostGradients, Scratch
 
 Metrics = dict[str, jax.Array]
 
@@ -18,82 +17,37 @@ Metrics = dict[str, jax.Array]
 class TwoPrograms:
     """(state, batch) -> (state, metrics), donating the state; traced, lowered and compiled like a jitted function.
 
-    `gradients(params, model_state, step, batch, number, sums, grads)` runs once for each of `microbatches`, adding up
-    `sums`, (loss sum, target count, norm), and `grads`; then `update(state, batch, sums, grads)`. In one program XLA
-    would not bound the gradients on their way to the host and back (27 GiB of device memory for 13B parameters in the
-    plan for a GPU, 5.5 in two). The gradients' buffers are written in place, step after step.
+    First the program of `gradients`, once for each microbatch, then `update(state, batch, sums, grads)`. In one program
+    XLA would not bound the gradients on their way to the host and back (27 GiB of device memory for 13B parameters in the
+    plan for a GPU, 5.5 in two).
     """
 
-    def __init__(
-        self,
-        gradients: Callable[..., Any],
-        update: Callable[..., Any],
-        plan: TrainState,
-        batch: Any,
-        grads_plan: Mapping[str, Any],
-        count_dtype: Any,
-        microbatches: int,
-    ) -> None:
+    def __init__(self, gradients: HostGradients, update: Callable[..., Any]) -> None:
+        plan, batch = gradients.plan, gradients.batch
         whole = replicated(plan.step.sharding.mesh)
-        state, batch_shardings, grads = shardings(plan), shardings(batch), shardings(dict(grads_plan))
-        self._plan, self._batch, self._grads_plan = plan, batch, dict(grads_plan)
-        self._microbatches, self._compiled = microbatches, None
-        scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=whole)
-        self._sums_plan = (scalar(jnp.float32), scalar(count_dtype), scalar(jnp.float32))
-        self._number_plan = scalar(jnp.int32)
-        self._gradients = jax.jit(
-            gradients,
-            in_shardings=(state.params, state.model_state, state.step, batch_shardings, whole, whole, grads),
-            out_shardings=(whole, grads),
-            donate_argnums=6,
-            keep_unused=True,  # buffers that are overwritten unread, and must be there to be written
-        )
+        self.gradients, self._microbatches, self._compiled = gradients, gradients.microbatches, None
         self._update = jax.jit(
             update,
-            in_shardings=(state, batch_shardings, whole, grads),
-            out_shardings=(state, whole),
+            in_shardings=(shardings(plan), shardings(batch), whole, shardings(gradients.grads_plan)),
+            out_shardings=(shardings(plan), whole),
             donate_argnums=0,
             keep_unused=True,  # params that are the rounded master weights
         )
 
     def trace(self, plan: TrainState, batch: Any) -> "Traced":
-        gradients = self._gradients.trace(
-            plan.params, plan.model_state, plan.step, batch, self._number_plan, self._sums_plan, self._grads_plan
-        )
-        update = self._update.trace(plan, batch, self._sums_plan, self._grads_plan)
-        return Traced(self, {"gradients": gradients, "update": update})
+        update = self._update.trace(plan, batch, self.gradients.sums_plan, self.gradients.grads_plan)
+        return Traced(self, {"gradients": self.gradients.trace(), "update": update})
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if self._compiled is None:
-            self._compiled = self.trace(self._plan, self._batch).lower().compile()
+            self._compiled = self.trace(self.gradients.plan, self.gradients.batch).lower().compile()
         return self._compiled(state, batch)
 
-    def run(
-        self, programs: Any, state: TrainState, batch: Any, numbers: Sequence[Any], sums: Any, grads: Any
-    ) -> tuple[Any, Any]:
-        """((new state, metrics), the gradients' buffers). `programs` are both, in any form; `numbers` count the
-        microbatches and `sums` are zeros."""
-        gradients, update = programs["gradients"], programs["update"]
-        for number in numbers:
-            sums, grads = gradients(state.params, state.model_state, state.step, batch, number, sums, grads)
-        return update(state, batch, sums, grads), grads
-
-    def zeros(self) -> tuple[list[Any], Any]:
-        """The numbers of the microbatches and the sums at the start, as arrays where the programs expect them."""
-        put = lambda value, x: jax.device_put(np.asarray(value, x.dtype), x.sharding)
-        numbers = [put(i, self._number_plan) for i in range(self._microbatches)]
-        return numbers, tuple(put(0, x) for x in self._sums_plan)
-
-    def empty_gradients(self) -> dict[str, jax.Array]:
-        """Buffers of the gradients, made one after the other: all of them have no room on the device."""
-        make = {}
-        result = {}
-        for path, x in self._grads_plan.items():
-            kind = (x.shape, x.dtype, x.sharding)
-            if kind not in make:
-                make[kind] = jax.jit(lambda x=x: jnp.zeros(x.shape, x.dtype), out_shardings=x.sharding)
-            result[path] = make[kind]().block_until_ready()
-        return result
+    def run(self, programs: Any, state: TrainState, batch: Any, scratch: Scratch) -> tuple[Any, Scratch]:
+        """((new state, metrics), the scratch of the next step). `programs` are both, in any form."""
+        parts = (state.params, state.model_state, state.step)
+        sums, grads = self.gradients.run(programs["gradients"], *parts, batch, scratch)
+        return programs["update"](state, batch, sums, grads), (*scratch[:2], grads)
 
 
 @dataclass(frozen=True)
@@ -107,16 +61,9 @@ class Traced:
     @property
     def jaxpr(self) -> Any:
         step = self.step
-
-        def whole(state: TrainState, batch: Any) -> Any:
-            grads = {path: jnp.zeros(x.shape, x.dtype) for path, x in step._grads_plan.items()}
-            grads = jax.device_put(grads, shardings(step._grads_plan))
-            programs = {"gradients": step._gradients, "update": step._update}
-            numbers = [jnp.int32(i) for i in range(step._microbatches)]
-            sums = tuple(jnp.zeros((), x.dtype) for x in step._sums_plan)
-            return step.run(programs, state, batch, numbers, sums, grads)[0]
-
-        return jax.jit(whole).trace(step._plan, step._batch).jaxpr
+        programs = {"gradients": step.gradients.jitted, "update": step._update}
+        whole = lambda state, batch: step.run(programs, state, batch, step.gradients.traced_scratch())[0]
+        return jax.jit(whole).trace(step.gradients.plan, step.gradients.batch).jaxpr
 
     def lower(self) -> "Lowered":
         return Lowered(self.step, {name: program.lower() for name, program in self.programs.items()})
@@ -135,12 +82,11 @@ class Compiled:
     """Callable (state, batch) -> (state, metrics); owns the gradients' buffers, made at the first call."""
 
     def __init__(self, step: TwoPrograms, programs: Mapping[str, Any]) -> None:
-        self._step, self.programs, self._grads = step, programs, None
-        self._numbers, self._zeros = step.zeros()
+        self._step, self.programs, self._scratch = step, programs, None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        grads = self._step.empty_gradients() if self._grads is None else self._grads
+        scratch = self._step.gradients.make_scratch() if self._scratch is None else self._scratch
         # Donated from here on; a call that fails leaves no buffers behind.
-        self._grads = None
-        result, self._grads = self._step.run(self.programs, state, batch, self._numbers, self._zeros, grads)
+        self._scratch = None
+        result, self._scratch = self._step.run(self.programs, state, batch, scratch)
         return result

@@ -1,0 +1,133 @@
+"""Parameters in pinned host memory with their master weights and moments on local disks: the bits of all in host memory."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxckpt.errors import PlanError
+from jaxckpt.nvme.array import on_disk
+from jaxckpt.nvme.store import NvmeStore
+from jaxckpt.planning.subject import parts_of
+from jaxckpt.state import tree
+from jaxckpt.state.nvme import resident
+from jaxckpt.state.plan import Placement, make_plan, shardings, unannotated
+from jaxckpt.state.train_state import take_apart
+from jaxckpt.update.choose import make_any_step
+from test_layered import PARTS, Block, Stack, begun, head, pointers, rows, structs
+from tiny import differing, mesh_of, to_numpy
+
+ADAMW = optax.adamw(0.01, weight_decay=0.1)
+HOST = Placement(
+    params="pinned_host", master="pinned_host", opt_state="pinned_host", grads="pinned_host", bucket_bytes=1 << 20
+)
+
+
+class Tall(Stack):
+    """A layer whose kernels are worth a file each, 288 KiB; its biases and the table are not."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.body = nnx.Dict(blocks=nnx.List([Block(4608, rngs)]))
+
+
+def on_disks(tmp_path, **changes):
+    return dataclasses.replace(
+        HOST, **{"master": "nvme", "opt_state": "nvme", "nvme_dirs": (str(tmp_path),), **changes}
+    )
+
+
+def make(
+    placement: Placement, *, tx=ADAMW, fsdp=1, compute_dtype: str | None = "bfloat16", layers: Any = PARTS, **args
+):
+    """(step, state, plan, batch structs, store or None); the store is open."""
+    mesh = mesh_of(fsdp=fsdp)
+    model, abstract, _ = take_apart(Tall, tx, seed=0, compute_dtype=compute_dtype)
+    plan = make_plan(abstract, mesh, annotations=model.annotations, placement=placement)
+    like = structs(rows(0), mesh)
+    leaves = on_disk(tree.flatten(plan))
+    store = NvmeStore(placement.nvme_dirs, leaves, run_id="run") if leaves else None
+    args = {"seed": 0, "gathered": unannotated(plan, (), model.annotations), "compute_dtype": compute_dtype, **args}
+    args |= {"layers": layers, "store": store, "placement": placement}
+    loss: Any = None  # that of the layers is taken
+    step = make_any_step(model, loss, tx, plan, like, **args)
+    state = begun(abstract, plan)
+    if store is not None:
+        store.open()
+        flat = tree.flatten(state)
+        state = tree.unflatten(state, flat | store.write_arrays({path: flat[path] for path in leaves}))
+    return step, state, plan, like, store
+
+
+def end_of(placement, batches, **args):
+    """(state, metrics of all steps) as numpy arrays; checks that host buffers are written in place."""
+    step, state, plan, like, store = make(placement, **args)
+    compiled = step.trace(plan, like).lower().compile()
+    before, metrics = pointers(resident(state)), []
+    for batch in batches:
+        state, found = compiled(state, jax.device_put(batch, shardings(like)))
+        metrics.append(to_numpy(found))
+    assert before and pointers(resident(state)) == before
+    assert on_disk(tree.flatten(state)).keys() == on_disk(tree.flatten(plan)).keys()
+    end = jax.tree.map(np.asarray, state)
+    if store is not None:
+        step.close()
+        store.close()
+    return end, metrics
+
+
+KINDS = {
+    "clipped and skipping, 8 devices": {"fsdp": 8, "max_grad_norm": 0.05, "nonfinite": "skip"},
+    "accumulated, float32, with marks": {"compute_dtype": None, "accumulation_steps": 2, "is_marking": True},
+    "clipped by optax and by us, some moments on disk": {
+        "tx": optax.chain(optax.clip_by_global_norm(0.05), optax.scale_by_adam(), optax.scale_by_learning_rate(0.01)),
+        "max_grad_norm": 0.1,
+        "lr": optax.constant_schedule(0.01),
+        "tiers": {"master": "pinned_host", "opt_state": "pinned_host", "paths": (("opt_state/.*/nu/.*up/", "nvme"),)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_state_on_disk_beside_parameters_in_host_memory_gives_the_bits_of_all_in_host_memory(name, tmp_path):
+    args = dict(KINDS[name])
+    tiers, is_marking = args.pop("tiers", {}), args.pop("is_marking", None)
+    is_skipping = "nonfinite" in args
+    batches = [rows(i, poison=is_skipping and i == 1) for i in range(3)]
+    expected = end_of(HOST, batches, **args)
+    found = end_of(on_disks(tmp_path, **tiers), batches, **args, is_marking=is_marking)
+    assert not differing(expected, found)
+    assert [bool(m["finite"]) for m in found[1]] == [True, not is_skipping, True]
+
+
+def test_the_traced_step_tells_its_programs_and_what_it_closes_over(tmp_path):
+    secret = jax.device_put(np.arange(24, dtype=np.float32))
+    texts = []
+    for bias, rate in [(0, 0.1), (0, 0.2), (secret, 0.1)]:
+        layers = dataclasses.replace(
+            PARTS, head=lambda m, x, batch, bias=bias: (head(m, x, batch)[0] + jnp.sum(bias), 9)
+        )
+        tx = optax.sgd(rate, momentum=0.9)
+        step, _, plan, like, store = make(on_disks(tmp_path), tx=tx, layers=layers, accumulation_steps=4)
+        if store is not None:
+            store.close()
+        traced = step.trace(plan, like)
+        jaxpr = traced.jaxpr
+        texts.append(str(jaxpr))
+        found = [np.asarray(x) for x in jaxpr.consts if np.shape(x) == (24,)]
+        assert len(found) == (bias is secret) and all(np.array_equal(x, secret) for x in found)
+    assert len(set(texts)) == 3
+    parts = {name: part.times for name, part in parts_of(traced).items()}
+    assert parts == {"gradients": 4, "global phase": 1, "update of a bucket": 1}
+
+
+def test_parameters_themselves_on_disk_are_refused_by_name(tmp_path):
+    with pytest.raises(PlanError, match=r"params/body/blocks/0/down/kernel: .*place them in pinned_host"):
+        make(on_disks(tmp_path, params="nvme"), compute_dtype=None)
+    with pytest.raises(PlanError, match="list of layer functions"):
+        make(on_disks(tmp_path), layers=None)
