@@ -128,6 +128,7 @@ KINDS = {
     "fused": {},
     "fused, bfloat16, 8 devices": {**BFLOAT16, "fsdp": 8, "lr": optax.constant_schedule(0.01)},
     "skipping and clipped, bfloat16, 8 devices": {**BFLOAT16, "fsdp": 8, "nonfinite": "skip", "max_grad_norm": 0.05},
+    "accumulated": {"accumulation_steps": 2, "tx": optax.sgd(1.0)},
     "clipped by optax": {"tx": optax.chain(optax.clip_by_global_norm(0.05), ADAMW)},
 }
 
@@ -143,14 +144,6 @@ def test_a_layer_at_a_time_gives_the_bits_of_everything_on_the_device(name):
     assert np.any(
         layered[0].params["table"] != to_numpy(make(Stack, PARTS, rows(0), is_layered=False)[1]).params["table"]
     )
-
-
-def test_accumulated_float32_gradients_differ_by_the_order_of_their_sum_alone():
-    tx = optax.sgd(1.0)
-    (plain, layered), _ = ends_of(Stack, PARTS, [rows(0)], accumulation_steps=2, tx=tx)
-    assert not differing(plain[1], layered[1])
-    # The loop of the plain step may add a gradient into the sum of the one before it: an ulp of the weights.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7, rtol=0), plain[0].params, layered[0].params)
 
 
 def test_a_llama_with_dropout_tied_embeddings_and_packed_documents_has_the_same_bits():

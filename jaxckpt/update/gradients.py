@@ -169,6 +169,8 @@ def _make_sums(
             total, count, grads, model_state = carry
             microbatch, number = inputs
             t, c, g, model_state = one(params, model_state, microbatch, jax.random.fold_in(key, number))
+            # Else XLA may add a gradient up right into the sum so far, which rounds in another way than a layer at a time.
+            g = jax.lax.optimization_barrier(g)
             grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, g)
             return (total + t, count + c, grads, model_state), None
 
