@@ -51,6 +51,7 @@ def make(
     plan = make_plan(abstract, mesh, annotations=model.annotations, placement=placement)
     like = structs(rows(0), mesh)
     leaves = on_disk(tree.flatten(plan))
+    assert bool(leaves) == bool(placement.nvme_dirs)
     store = NvmeStore(placement.nvme_dirs, leaves, run_id="run") if leaves else None
     args = {"seed": 0, "gathered": unannotated(plan, (), model.annotations), "compute_dtype": compute_dtype, **args}
     args |= {"layers": layers, "store": store, "placement": placement}
@@ -83,7 +84,7 @@ def end_of(placement, batches, **args):
 
 KINDS = {
     "clipped and skipping, 8 devices": {"fsdp": 8, "max_grad_norm": 0.05, "nonfinite": "skip"},
-    "accumulated, float32, with marks": {"compute_dtype": None, "accumulation_steps": 2, "is_marking": True},
+    "accumulated, float32": {"compute_dtype": None, "accumulation_steps": 2},
     "clipped by optax and by us, some moments on disk": {
         "tx": optax.chain(optax.clip_by_global_norm(0.05), optax.scale_by_adam(), optax.scale_by_learning_rate(0.01)),
         "max_grad_norm": 0.1,
@@ -96,11 +97,11 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_state_on_disk_beside_parameters_in_host_memory_gives_the_bits_of_all_in_host_memory(name, tmp_path):
     args = dict(KINDS[name])
-    tiers, is_marking = args.pop("tiers", {}), args.pop("is_marking", None)
+    tiers = args.pop("tiers", {})
     is_skipping = "nonfinite" in args
     batches = [rows(i, poison=is_skipping and i == 1) for i in range(3)]
     expected = end_of(HOST, batches, **args)
-    found = end_of(on_disks(tmp_path, **tiers), batches, **args, is_marking=is_marking)
+    found = end_of(on_disks(tmp_path, **tiers), batches, **args)
     assert not differing(expected, found)
     assert [bool(m["finite"]) for m in found[1]] == [True, not is_skipping, True]
 
