@@ -150,7 +150,7 @@ def test_a_budget_in_the_configuration_chooses_and_refuses(config_file):
 
 
 def test_on_this_machine_the_compiled_step_counts(config_file):
-    found = plan(config_file, "--target", "cpu", "model.num_layers=1")
+    found = plan(config_file, "--target", "cpu", "model.num_layers=1", "model.compute_dtype=float32")
     step = found["programs"]["step"]
     state = sum(g["bytes_per_device"] for g in found["groups"])
     assert step["argument_bytes"] >= state and step["alias_bytes"] >= 0.9 * state

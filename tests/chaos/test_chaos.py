@@ -56,11 +56,9 @@ def test_kills_at_random_moments_never_leave_a_corrupt_step_and_end_in_the_same_
     tmp_path: Path, kills: int, tier: str
 ) -> None:
     saves = saving(tmp_path, tier)
-    if tier == "nvme":
-        kills = -(
-            -kills // 2
-        )  # the points of a save where it may be hit are gone through in test_offloaded_snapshots.py
-    steps = f"steps={30 + 3 * kills}"
+    if tier == "nvme":  # the points of a save where it may be hit are gone through in test_offloaded_snapshots.py
+        kills = -(-kills // 3)
+    steps = f"steps={(30 if tier == 'device' else 12) + 3 * kills}"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train(whole, steps, *saves, "snapshots.every=1000")
     rng = random.Random(kills)
