@@ -64,8 +64,8 @@ def compiler_options(plan: TrainState, platform: str) -> dict[str, Any]:
 
     By itself XLA's GPU compiler puts the end of each copy from and to the host right behind its start, on one card, so that
     nothing is hidden. Its latency-hiding scheduler overlapped half of the bytes in the plan of a small model whose layers
-    fetch their weights, with no more memory. Where only the update streams it begins copies so early that 63 % of the moments
-    were on the device again, so that there it stays off.
+    fetch their weights, with no more memory. Where only the update streams it computes activations of several layers again
+    long before they are used, which took as much memory as 63 % of the moments, so that there it stays off.
     """
     return {"xla_gpu_enable_latency_hiding_scheduler": True} if _do_params_leave(plan) and platform == "gpu" else {}
 
