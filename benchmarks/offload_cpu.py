@@ -60,7 +60,7 @@ def make_optax(params: int, *, is_streamed: bool) -> Callable[[], Any]:
     from jaxckpt.state.plan import Placement, make_plan, shardings
     from jaxckpt.state.train_state import TrainState
     from jaxckpt.update.buckets import make_buckets
-    from jaxckpt.update.host import make_streamed_update
+    from jaxckpt.update.chain import make_streamed_update
     from jaxckpt.update.split import split_update
 
     tx = optax.adamw(LR, weight_decay=WEIGHT_DECAY)

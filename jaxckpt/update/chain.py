@@ -10,7 +10,7 @@ from jaxckpt.state import tree
 from jaxckpt.state.train_state import TrainState
 from jaxckpt.update.buckets import Bucket
 from jaxckpt.update.dataflow import Operand, Program, run
-from jaxckpt.update.gradients import kept
+from jaxckpt.update.gradients import Gradients, kept
 from jaxckpt.update.host import WINDOW, fetched
 from jaxckpt.update.split import Cuts, Leaves, Split
 
@@ -76,6 +76,28 @@ class Chain:
 
     def _put_back(self, leaves: Leaves, plan: dict[str, Any]) -> Leaves:
         return jax.device_put(leaves, {path: plan[path].sharding for path in leaves})
+
+
+def make_streamed_update(
+    split: Split, buckets: Sequence[Bucket], plan: TrainState, *, is_skipping: bool
+) -> Callable[[TrainState, Gradients], TrainState]:
+    """(state, gradients) -> the state one step later, to be traced under jit; its model state is the old one.
+
+    Every leaf is put where `plan` has it. With `is_skipping` nothing but the step changes unless the gradients are finite.
+    """
+
+    def update(state: TrainState, found: Gradients) -> TrainState:
+        grads = tree.flatten(found.grads)
+        # As the backward pass leaves them: to wait for the divided, float32 ones would have all of those made first. A norm
+        # inside the optimizer needs all of those, and only then they have the bits that they have on the device.
+        first = list(grads.values()) if split.global_grads else jax.tree.leaves(found.sums)
+        chain = Chain(split, plan, state, finite=found.finite if is_skipping else None)
+        chain.begin(lambda path, after: grads[path], first)
+        for bucket in buckets:
+            chain.update(bucket, {path: grads[path] for path in bucket.weights}, chain.after(first))
+        return chain.end()
+
+    return update
 
 
 def _global_phase(

@@ -13,9 +13,10 @@ from jaxckpt.state.nvme import resident, tier_of
 from jaxckpt.state.plan import Placement, shardings
 from jaxckpt.state.train_state import Model, TrainState, narrow
 from jaxckpt.update.buckets import make_buckets
+from jaxckpt.update.chain import make_streamed_update
 from jaxckpt.update.gradients import Gradients, kept, make_forward, make_gradient_phase
 from jaxckpt.update.gradients import Loss as Loss
-from jaxckpt.update.host import fetched, make_streamed_update
+from jaxckpt.update.host import fetched
 from jaxckpt.update.split import split_update
 
 
