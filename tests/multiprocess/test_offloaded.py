@@ -23,12 +23,13 @@ def test_killed_with_state_on_the_disks_of_two_processes_both_go_on_in_the_same_
     saved = lambda: committed_steps(epath.Path(run / "snapshots"))
     processes = start_two(run, "steps=100", *settings)
     try:
-        wait_for(lambda: saved() and steps_done(run) > saved()[-1], processes[0], "a step after a snapshot")
+        # What was restored of the optimizer's state shows in the loss of the second step from there.
+        wait_for(lambda: saved() and steps_done(run) >= saved()[-1] + 3, processes[0], "steps after a snapshot")
     finally:
         kill(processes)
     before, newest = numbers(run), saved()[-1]
     steps = len(before)
-    assert newest < steps, "some steps are made for the second time"
+    assert newest + 2 <= steps, "some steps are made for the second time"
     assert f"continues after step {newest}" in run_two(run, f"steps={steps}", *settings)[0]
     assert numbers(run) == before
     assert f"continues after step {steps}" in train(run, f"steps={steps + 1}", *settings)
