@@ -64,10 +64,14 @@ def compiler_options(plan: TrainState, platform: str) -> dict[str, Any]:
 
     By itself XLA's GPU compiler puts the end of each copy from and to the host right behind its start, on one card, so that
     nothing is hidden. Its latency-hiding scheduler overlapped half of the bytes in the plan of a small model whose layers
-    fetch their weights, with no more memory. Where only the update streams it computes activations of several layers again
-    long before they are used, which took as much memory as 63 % of the moments, so that there it stays off.
+    fetch their weights, with no more memory. Where only the update streams it overlapped every copy to the host and half of
+    those from there, as the forward and backward pass stand apart from it (`gradients.scheduled_apart`).
+    A streamed update on several cards was not measured with it.
     """
-    return {"xla_gpu_enable_latency_hiding_scheduler": True} if _do_params_leave(plan) and platform == "gpu" else {}
+    tiers = {tier_of(x) for x in jax.tree.leaves(plan)}
+    is_streamed = "pinned_host" in tiers and "nvme" not in tiers and plan.step.sharding.mesh.size == 1
+    is_wanted = platform == "gpu" and (is_streamed or _do_params_leave(plan))
+    return {"xla_gpu_enable_latency_hiding_scheduler": True} if is_wanted else {}
 
 
 def _do_params_leave(plan: TrainState) -> bool:

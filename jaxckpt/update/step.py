@@ -57,6 +57,7 @@ def make_train_step(
         accumulation_steps=accumulation_steps,
         max_grad_norm=max_grad_norm,
         gathered=gathered,
+        is_apart=_is_streamed(plan),
     )
 
     is_skipping = nonfinite == "skip"
@@ -85,12 +86,16 @@ def _make_update(
     tx: optax.GradientTransformation, plan: TrainState, placement: Placement, *, compute_dtype: Any, is_skipping: bool
 ) -> Callable[[TrainState, Gradients], TrainState]:
     """(state, gradients) -> the state with what the optimizer changes, on the device at once or in buckets."""
-    weights_plan = plan.params if plan.master is None else plan.master
-    if all(tier_of(x) == "device" for x in jax.tree.leaves((weights_plan, plan.opt_state))):
+    if not _is_streamed(plan):
         return make_whole_update(tx, compute_dtype=compute_dtype, is_skipping=is_skipping)
+    weights_plan = plan.params if plan.master is None else plan.master
     split = split_update(tx, weights_plan)
     buckets = make_buckets(split, weights_plan, plan.opt_state, bucket_bytes=placement.bucket_bytes)
     return make_streamed_update(split, buckets, plan, is_skipping=is_skipping)
+
+
+def _is_streamed(plan: TrainState) -> bool:
+    return any(tier_of(x) != "device" for x in jax.tree.leaves((plan.params, plan.master, plan.opt_state)))
 
 
 def make_whole_update(
