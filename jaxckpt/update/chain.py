@@ -39,7 +39,7 @@ class Chain:
         own = {path: x for path, x in self._opt_state.items() if self._split.owner[path] is None}
         self._shared = fetched(own, self._state_plan, after)
         weight = lambda path, after: fetched({path: self._weights[path]}, self._weights_plan, after)[path]
-        self._cuts, changed = _global_phase(self._split, self._shared, self._weights_plan, grad, weight, after)
+        self._cuts, changed = global_phase(self._split, self._shared, self._weights_plan, grad, weight, after)
         self._new_state.update(self._put_back(self._keep(changed, self._shared), self._state_plan))
 
     def after(self, first: Any) -> Any:
@@ -100,7 +100,7 @@ def make_streamed_update(
     return update
 
 
-def _global_phase(
+def global_phase(
     split: Split,
     shared: Leaves,
     plan: dict[str, Any],

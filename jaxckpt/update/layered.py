@@ -24,7 +24,7 @@ from jaxckpt.state.mesh import replicated
 from jaxckpt.state.plan import Placement, shardings
 from jaxckpt.state.train_state import Model, TrainState, step_key
 from jaxckpt.update.buckets import Bucket
-from jaxckpt.update.chain import Chain, _global_phase
+from jaxckpt.update.chain import Chain, global_phase
 from jaxckpt.update.disk_bucket import DiskBucket
 from jaxckpt.update.gradients import denominator_of, kept, mean_gradient, split_microbatches, step_metrics
 from jaxckpt.update.host import fetched
@@ -220,7 +220,7 @@ class _Layered:
         weights, state = tree.flatten(self._weights()), tree.flatten(self._plan.opt_state)
         fetch = lambda path, after: fetched({path: read[path]}, weights, after)[path]
         there = fetched(shared, state, [norm])
-        cuts, changed = _global_phase(self._split, there, weights, grad, fetch, [norm])
+        cuts, changed = global_phase(self._split, there, weights, grad, fetch, [norm])
         if self._is_skipping:
             changed = kept(finite, changed, there)
         changed = jax.device_put(changed, {path: state[path].sharding for path in changed})
