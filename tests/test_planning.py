@@ -281,7 +281,7 @@ def test_moments_leave_first_then_master_weights_then_parameters_and_the_disk_ta
     host = choose(plan, Budget(device=budget.device + 1), Needs()).host_bytes
     with pytest.raises(PlanError, match=r"budget\.host is [\d,]+ bytes"):
         choose(plan, Budget(device=budget.device + 1, host=host - 1), Needs())
-    part = choose(plan, Budget(device=budget.device + 1, host=host // 2, nvme=None), Needs()).placement
+    part = choose(plan, Budget(device=budget.device + 1, host=host * 2 // 3, nvme=None), Needs()).placement
     assert part.tier("opt_state/mu/w0", plan.opt_state["mu"]["w0"]) == "nvme" and part.params == "pinned_host"
     assert part.nvme_dirs == ("/disk",)
 

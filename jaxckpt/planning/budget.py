@@ -66,7 +66,7 @@ class Needs:
     cache_bytes: int = 0
     """of each process, for state on disks that is kept in memory, too"""
     sums_gradients: bool = False
-    """whether gradients are kept until all are there (accumulation, a global norm)"""
+    """whether gradients are kept until all are there (accumulation, a global norm, skipping what is not finite)"""
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ class _Room:
         """Host memory of each process, with the first 0, 1, 2... leaves that may be on disks there."""
         if away not in self._host:
             pinned = self.needs.host_bytes + sum(x.process_bytes for x in self._gone(away))
-            pinned += self.gradient_bytes * self.local_devices * self._do_gradients_leave(away)
+            gradients = [self.gradient_bytes * self.local_devices * self._do_gradients_leave(away, n) for n in (0, 1)]
             copied = sum(x.once_bytes for x in self.leaves if not x.is_derived)
             bucket, on_disk = _Bucket(self.bucket_bytes), 0
-            sizes = [pinned + self._saving_bytes(copied)]
+            sizes = [pinned + gradients[0] + self._saving_bytes(copied)]
             for x in self._for_disks(away):
                 pinned, copied, on_disk = pinned - x.process_bytes, copied - x.once_bytes, on_disk + x.process_bytes
                 buffers = NVME_SLOTS * bucket.add([x]) * self.local_devices + min(self.needs.cache_bytes, on_disk)
-                sizes.append(pinned + buffers + self._saving_bytes(copied))
+                sizes.append(pinned + gradients[1] + buffers + self._saving_bytes(copied))
             self._host[away] = sizes
         return self._host[away]
 
@@ -203,7 +203,7 @@ class _Room:
             params=groups["params"],
             master=groups["master"],
             opt_state=groups["opt_state"],
-            grads="pinned_host" if self._do_gradients_leave(away) else "device",
+            grads="pinned_host" if self._do_gradients_leave(away, disk) else "device",
             paths=tuple(paths),
             nvme_dirs=nvme_dirs if disk else (),
             bucket_bytes=self.bucket_bytes,
@@ -259,8 +259,10 @@ class _Room:
         # Parameters are fetched in every layer, which reads them from host memory alone.
         return [x for x in self._gone(away) if not x.is_small and x.group != "params"]
 
-    def _do_gradients_leave(self, away: int) -> bool:
-        return self.needs.sums_gradients and any(piece[0].group == "params" for piece in self.pieces[:away])
+    def _do_gradients_leave(self, away: int, disk: int) -> bool:
+        """Whether all gradients are in host memory at once: a layer that fetches its weights has no state from disks at hand."""
+        do_params_leave = any(piece[0].group == "params" for piece in self.pieces[:away])
+        return do_params_leave and (self.needs.sums_gradients or disk > 0)
 
 
 class _Bucket:

@@ -93,8 +93,10 @@ class _Planner:
             groups,
             programs if self.target else {},
             {name: part.times for name, part in subject.programs.items()},
+            gradient_bytes=subject.gradient_bytes,
             local_devices=self.local_devices,
             microbatches=self.config.optimizer.accumulation_steps,
+            is_marking=self.wanted.target != "cpu",  # as NvmeStep has it
         )
         rates = self._rates(subject.placement)
         flops = sum(part.times * count_flops(part.traced.jaxpr) for part in subject.programs.values())
@@ -160,7 +162,8 @@ class _Planner:
             restore_bytes=self.config.snapshots.restore_bytes,
             cache_bytes=section.nvme_cache_bytes or 0,
             sums_gradients=self.config.optimizer.accumulation_steps > 1
-            or self.config.optimizer.max_grad_norm is not None,
+            or self.config.optimizer.max_grad_norm is not None
+            or self.config.optimizer.nonfinite == "skip",
         )
         return choose_placement(
             subject.plan,
@@ -201,20 +204,20 @@ class _Planner:
 
     def _uses(self, subject: Subject, groups: Sequence[GroupSize], programs: Mapping[str, GpuPlan]) -> list[Use]:
         where = {"local_devices": self.local_devices}
-        pinned = max((p.host_peak_bytes for p in programs.values()), default=None) if self.target else None
         host = report.host_use(
             groups,
             subject.placement,
             self._saving(),
             process_bytes=self.process_bytes,
-            pinned_bytes=pinned,
+            gradient_bytes=subject.gradient_bytes,
+            programs=programs if self.target else {},
             limit=self.host_limit,
             limit_source=self.host_source,
             **where,
         )
         device = self._device_use(subject, groups, programs)
         if self.wanted.target == "cpu":  # one memory for both
-            parts = {k: v for k, v in host.parts.items() if k != "state"}
+            parts = {k: v for k, v in host.parts.items() if k not in ("state", "gradients")}
             device, host = (
                 None,
                 Use("host", {"devices": device.total * self.local_devices, **parts}, host.limit, host.limit_source),
@@ -233,7 +236,10 @@ class _Planner:
         batch = report.batch_bytes(subject.batch)
         if programs:
             # A program is not given all of the state; the rest of it stays where it is meanwhile.
-            elsewhere = lambda p: max(0, tier_bytes(groups, "device") + batch - p.argument_bytes)
+            lasting = tier_bytes(groups, "device") + batch
+            if self.wanted.target == "cpu":  # whose programs count what is in host memory among their arguments
+                lasting += tier_bytes(groups, "pinned_host") + subject.gradient_bytes
+            elsewhere = lambda p: max(0, lasting - p.argument_bytes)
             plan = max(programs.values(), key=lambda p: p.peak_bytes + elsewhere(p))
             parts = {
                 "state elsewhere": elsewhere(plan) if len(programs) > 1 else 0,
@@ -351,7 +357,7 @@ class _Planner:
         notes = []
         if not programs:
             notes.append(_NOT_COMPILED)
-        pinned = next((u.parts.get("state", 0) for u in uses if u.name == "host"), 0)
+        pinned = next((u.parts.get("state", 0) + u.parts.get("gradients", 0) for u in uses if u.name == "host"), 0)
         if self.target is not None and (gib := guards.pool_gib(pinned, {})) is not None:
             notes.append(f"the run sets {guards.POOL}={gib}; XLA's default is 64")
         return notes

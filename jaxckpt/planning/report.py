@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,6 +12,9 @@ from jaxckpt.planning.budget import GENERATIONS, NVME_SLOTS, bounded
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.state.memory import GroupSize, group_sizes, leaf_bytes
 from jaxckpt.state.plan import Placement
+
+A_BUCKET = "update of a bucket"
+"""the program, of a step with state on disks, that stands for those of all buckets: the largest"""
 
 
 @dataclass(frozen=True)
@@ -128,18 +132,21 @@ def host_use(
     *,
     local_devices: int,
     process_bytes: int,
-    pinned_bytes: int | None = None,
+    gradient_bytes: int = 0,
+    programs: Mapping[str, GpuPlan] = MappingProxyType({}),
     limit: int | None = None,
     limit_source: str = "",
 ) -> Use:
-    """Host memory of one process. `pinned_bytes`: what the compiler has planned for each device, else the state's own."""
+    """Host memory of one process. `gradient_bytes`: of each device's buffers for gradients in pinned host memory, which a
+    step of several programs keeps; `programs`: what the compiler has planned, if it was asked."""
     copied, whole = saved_bytes(groups, local_devices)
     on_disk = tier_bytes(groups, "nvme") * local_devices
-    pinned = tier_bytes(groups, "pinned_host") if pinned_bytes is None else pinned_bytes
+    pinned = _pinned_bytes(tier_bytes(groups, "pinned_host") + gradient_bytes, programs) - gradient_bytes
     staging, restoring = bounded(copied, saving.staging_bytes), bounded(whole, saving.restore_bytes)
     slots = min(NVME_SLOTS * placement.bucket_bytes * local_devices, on_disk)
     parts = {
         "state": pinned * local_devices,
+        "gradients": gradient_bytes * local_devices,
         "buffers for disks": slots,
         "cache for disks": min(placement.nvme_cache_bytes, on_disk),
         "staging of a save": staging,
@@ -147,6 +154,13 @@ def host_use(
         "the process itself": process_bytes,
     }
     return Use("host", {k: v for k, v in parts.items() if v}, limit, limit_source)
+
+
+def _pinned_bytes(lasting: int, programs: Mapping[str, GpuPlan]) -> int:
+    """Of each device while a step runs. No program is given all that lasts (state and gradients), where there are several;
+    what it makes beside its arguments it takes more."""
+    more = lambda p: p.host_peak_bytes - p.host_argument_bytes
+    return max((max(lasting, p.host_argument_bytes) + more(p) for p in programs.values()), default=lasting)
 
 
 def saved_bytes(groups: Sequence[GroupSize], local_devices: int) -> tuple[int, int]:
@@ -192,28 +206,53 @@ def traffic_of(
     programs: Mapping[str, GpuPlan],
     times: Mapping[str, int],
     *,
+    gradient_bytes: int,
     local_devices: int,
     microbatches: int,
+    is_marking: bool = False,
 ) -> Traffic:
     """What a step moves: by the compiled schedules, or by what lives where if there are none.
 
-    `times`: how often a step runs each program. State on disks is moved outside of any program.
+    `times`: how often a step runs each program. `gradient_bytes`: as in `host_use`. `is_marking`: whether what goes to disks
+    is fetched once more, for its fingerprints. Of the buckets of state on disks only the largest was compiled: all of them
+    move what lives where, the share of it that is exposed is the largest one's.
     """
-    fetched = tier_bytes(groups, "nvme")
-    on_disk = fetched * local_devices
+    on_disk = tier_bytes(groups, "nvme")
+    update = {"h2d": _fetched_by_update(groups, gradient_bytes), "d2h": _off_device(groups)}
+    marks = {"h2d": on_disk * is_marking, "d2h": 0}
     if programs:
-        way = lambda name: fetched + sum(times[k] * p.host.total(name)[1] for k, p in programs.items())
-        bare = lambda name: sum(times[k] * p.host.exposed_bytes(name) for k, p in programs.items())
-        return Traffic(way("h2d"), way("d2h"), bare("h2d"), bare("d2h"), on_disk, on_disk)
-    off = {
-        name: sum(g.bytes_per_device for g in groups if g.group == name and g.tier != "device")
-        for name in ("params", "master", "opt_state")
-    }
-    back = sum(off.values())
-    fetched = back + off["params"] * (
-        2 * microbatches - 1
-    )  # forward and backward of each microbatch fetch a layer each
-    return Traffic(fetched, back, fetched, back, on_disk, on_disk)
+        moved = lambda way, of: sum(times[k] * of(p.host) for k, p in programs.items() if k != A_BUCKET)
+        total = {way: moved(way, lambda host, way=way: host.total(way)[1]) for way in update}
+        bare = {way: moved(way, lambda host, way=way: host.exposed_bytes(way)) for way in update}
+        if A_BUCKET in programs:
+            for way, nbytes in update.items():
+                total[way] += nbytes + marks[way]
+                bare[way] += round(nbytes * _exposed_share(programs[A_BUCKET], way)) + marks[way]
+    else:
+        # Forward and backward of each microbatch fetch a layer each, and a sum of gradients is fetched to be added to.
+        layers = 2 * microbatches * _off_device(groups, "params") + gradient_bytes * microbatches * (microbatches > 1)
+        total = {
+            "h2d": layers + update["h2d"] + marks["h2d"],
+            "d2h": gradient_bytes * microbatches + update["d2h"],
+        }
+        bare = total
+    disks = on_disk * local_devices
+    return Traffic(total["h2d"], total["d2h"], bare["h2d"], bare["d2h"], disks, disks)
+
+
+def _off_device(groups: Sequence[GroupSize], *names: str) -> int:
+    """Bytes a device of what does not live there, of all groups or of some."""
+    return sum(g.bytes_per_device for g in groups if g.tier != "device" and (not names or g.group in names))
+
+
+def _fetched_by_update(groups: Sequence[GroupSize], gradient_bytes: int) -> int:
+    """Bytes a device: gradients from host memory, and all state off the device but params that are derived."""
+    return gradient_bytes + sum(g.bytes_per_device for g in _stored(groups) if g.tier != "device")
+
+
+def _exposed_share(program: GpuPlan, way: str) -> float:
+    total = program.host.total(way)[1]
+    return program.host.exposed_bytes(way) / total if total else 1.0
 
 
 def step_time(flops: int, devices: int, traffic: Traffic, rates: Rates) -> StepTime:
