@@ -34,12 +34,14 @@ SCENARIOS = {
         "placement.nvme_dir=[{tmp_path}/a,{tmp_path}/b]",
         "placement.bucket_bytes=100KiB",
     ),
-    "bfloat16, parameters, master weights and moments in pinned host memory": (
+    "bfloat16, parameters and master weights in pinned host memory, moments on a local disk": (
         "model.compute_dtype=bfloat16",
         "model.scan_layers=false",
-        "placement.opt_state=pinned_host",
+        "model.d_ff=2048",  # an array a layer is worth a file only if it is this wide
+        "placement.opt_state=nvme",
         "placement.master=pinned_host",
         "placement.params=pinned_host",
+        "placement.nvme_dir={tmp_path}/a",
     ),
     "accumulation and dropout": ("optimizer.accumulation_steps=2", "model.dropout=0.2"),
 }
