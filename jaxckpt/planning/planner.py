@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +338,8 @@ class _Planner:
             return keep
         if list(wrong) == ["host"]:
             host, (_, whole) = wrong["host"], report.saved_bytes(groups, self.local_devices)
-            # That costs less than to move any more of the state.
+            # That costs less than to move any more of the state. Another process may be a little larger than this one.
+            host = replace(host, limit=(host.limit or 0) - (16 << 20))
             if found := saving_settings(host, bounded(whole, self.config.snapshots.restore_bytes), least):
                 return found + keep
         lasting = tier_bytes(groups, "device") + self._gradients(groups)
