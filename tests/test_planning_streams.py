@@ -13,6 +13,8 @@ from jaxckpt.state.memory import GroupSize, leaf_bytes
 from jaxckpt.state.nvme import tier_of
 from jaxckpt.state.plan import Placement
 from test_layered_nvme import HOST, make, on_disks
+from test_plan_command import CONFIG
+from test_plan_command import plan as plan_of
 from test_planning import BIG, choose, state_of, totals
 
 GROUPS = [
@@ -129,3 +131,17 @@ def test_with_parameters_away_and_anything_on_a_disk_a_budget_counts_the_gradien
     assert on_disk.host_bytes == 2 * found["pinned_host"] + gradients + buffers
     summed = choose(plan, Budget(device, host=in_memory.host_bytes * 2 // 3, nvme=None), Needs(sums_gradients=True))
     assert summed == on_disk, "they are there anyway"
+
+
+def test_on_the_cpu_a_program_runs_beside_all_that_it_is_not_given(tmp_path):
+    (tmp_path / "text.txt").write_text("Four score and seven years ago. " * 40)
+    file = tmp_path / "run.yaml"
+    file.write_text(CONFIG.format(run_dir=tmp_path / "run", text=tmp_path / "text.txt"))
+    away = [f"placement.{group}=pinned_host" for group in ("params", "master", "opt_state")]
+    found = plan_of(file, "--target", "cpu", "model.num_layers=1", *away)
+    state = sum(g["bytes_per_device"] for g in found["groups"])
+    gradients, _ = found["programs"].values()
+    params = sum(g["bytes_per_device"] for g in found["groups"] if g["group"] == "params")
+    own = gradients["peak_bytes"] - params  # the gradients' buffers and what the program makes
+    # It is given some scalars, too, less than 64 bytes, that are no state.
+    assert found["memory"]["host"]["parts"]["devices"] >= 8 * (state + own - 64)
