@@ -27,6 +27,7 @@ from jaxckpt.models.layers import Layers
 from jaxckpt.observe.phases import Phases
 from jaxckpt.planning import guards
 from jaxckpt.planning.budget import Budget, Needs, choose_placement
+from jaxckpt.planning.subject import gradient_buffers
 from jaxckpt.run import Run
 from jaxckpt.snapshot import resume as resuming
 from jaxckpt.snapshot.origin import Origin
@@ -103,13 +104,14 @@ def _start_jax(config: cf.RunConfig) -> None:
     jax.devices()
 
 
-def _check_host_memory(plan: TrainState) -> None:
-    """Warns, or raises PlanError, where this process may not have the host memory that the plan wants."""
+def _check_host_memory(run: Run) -> None:
+    """Warns, or raises PlanError, where this process may not have the host memory that the state and gradients of a run want."""
     pinned = sum(
         leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) * len(x.sharding.addressable_devices)
-        for x in jax.tree.leaves(plan)
+        for x in jax.tree.leaves(run.plan)
         if tier_of(x) == "pinned_host"
     )
+    pinned += gradient_buffers(run._program._step_fn) * len(run.plan.step.sharding.addressable_devices)
     if pinned:
         guards.set_pool(pinned, os.environ, is_started=True)
         for warning in guards.check_limits(pinned, pinned):
@@ -185,7 +187,7 @@ def _build(config: cf.RunConfig, snapshots: Snapshots | None, allow_changed: Seq
         phases=phases,
     )
     if snapshots is not None:
-        _check_host_memory(run.plan)
+        _check_host_memory(run)
     return run
 
 
@@ -306,11 +308,10 @@ def _placement(section: cf.Placement) -> Placement:
 def _within_budget(config: cf.RunConfig, on_device: TrainState, placement: Placement) -> Placement:
     """`placement` with the tiers that the budget of `config` chooses for a state whose plan is `on_device`."""
     budget = config.placement.budget
-    optimizer = config.optimizer
     choice = choose_placement(
         on_device,
         Budget(budget.device, budget.host, budget.nvme if placement.nvme_dirs else 0),
-        needs=Needs(sums_gradients=optimizer.accumulation_steps > 1 or optimizer.max_grad_norm is not None),
+        needs=Needs(sums_gradients=sums_gradients(config.optimizer)),
         bucket_bytes=placement.bucket_bytes,
         nvme_dirs=placement.nvme_dirs,
     )
@@ -320,6 +321,11 @@ def _within_budget(config: cf.RunConfig, on_device: TrainState, placement: Place
         *(n / 2**20 for n in (choice.device_bytes, choice.host_bytes, choice.nvme_bytes)),
     )
     return replace(choice.placement, nvme_cache_bytes=placement.nvme_cache_bytes)
+
+
+def sums_gradients(optimizer: cf.Optimizer) -> bool:
+    """Whether a step keeps gradients until all are there."""
+    return optimizer.accumulation_steps > 1 or optimizer.max_grad_norm is not None or optimizer.nonfinite == "skip"
 
 
 def _spec(dims: Sequence[Any]) -> P:

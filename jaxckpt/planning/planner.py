@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from jaxckpt import config as cf
-from jaxckpt.build import build_unopened
+from jaxckpt.build import build_unopened, sums_gradients
 from jaxckpt.data.command import parse_bytes
 from jaxckpt.errors import PlanError
 from jaxckpt.planning import bandwidth, guards, report
@@ -161,9 +161,7 @@ class _Planner:
             staging_bytes=staging_bytes,
             restore_bytes=self.config.snapshots.restore_bytes,
             cache_bytes=section.nvme_cache_bytes or 0,
-            sums_gradients=self.config.optimizer.accumulation_steps > 1
-            or self.config.optimizer.max_grad_norm is not None
-            or self.config.optimizer.nonfinite == "skip",
+            sums_gradients=sums_gradients(self.config.optimizer),
         )
         return choose_placement(
             subject.plan,
