@@ -36,6 +36,7 @@ ROWS = (
     ("7b", "device", Placement(), None, False),
     ("7b", "whole tree", Placement(), None, True),
     ("7b", "ours: moments and master", STATE_AWAY, None, False),
+    ("7b", "ours: moments and master, exact clip", STATE_AWAY, 1.0, False),
     ("7b", "ours: parameters too", ALL_AWAY, None, False),
     ("7b", "ours: parameters too, exact clip", ALL_AWAY, 1.0, False),
     ("13b", "device", Placement(), None, False),

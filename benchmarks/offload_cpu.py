@@ -61,6 +61,7 @@ def make_optax(params: int, *, is_streamed: bool) -> Callable[[], Any]:
     from jaxckpt.state.train_state import TrainState
     from jaxckpt.update.buckets import make_buckets
     from jaxckpt.update.chain import make_streamed_update
+    from jaxckpt.update.gradients import Gradients
     from jaxckpt.update.split import split_update
 
     tx = optax.adamw(LR, weight_decay=WEIGHT_DECAY)
@@ -74,7 +75,8 @@ def make_optax(params: int, *, is_streamed: bool) -> Callable[[], Any]:
         split = split_update(tx, plan.params)
         buckets = make_buckets(split, plan.params, plan.opt_state, bucket_bytes=placement.bucket_bytes)
         streamed = make_streamed_update(split, buckets, plan, is_skipping=False)
-        update = lambda state, grads: streamed(state, grads, jnp.bool_(True))
+        found = lambda grads: Gradients(grads, {}, jnp.bool_(True), grads, jnp.float32(1), {})
+        update = lambda state, grads: streamed(state, found(grads))
     else:
 
         def update(state: Any, grads: Any) -> Any:
