@@ -14,7 +14,7 @@ from jaxckpt.state import tree
 from jaxckpt.state.init import initialise
 from jaxckpt.state.plan import Placement, make_plan, shardings
 from jaxckpt.state.train_state import take_apart
-from tiny import IN, OUT, batch_of, differing, make_step, mesh_of, on_mesh
+from tiny import IN, OUT, batch_of, differing, make_step, mesh_of, on_mesh, to_numpy
 
 STEPS = 3
 
@@ -32,11 +32,24 @@ class Deep(nnx.Module):
         return x
 
 
-def trained(tx, tier, *, bad_step=None, **args):
+class Noisy(Deep):
+    """Draws from a key in its own state."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.key = nnx.Variable(rngs.params())
+
+    def __call__(self, x):
+        self.key[...] = jax.random.split(self.key[...])[0]
+        x = super().__call__(x)
+        return x + jax.random.normal(self.key[...], x.shape)
+
+
+def trained(tx, tier, *, model=Deep, devices=8, bad_step=None, **args):
     """(state and metrics after some steps, whether every host buffer is where it was)."""
-    mesh = mesh_of(data=2, fsdp=4)
+    mesh = mesh_of(data=2, fsdp=4) if devices == 8 else mesh_of()
     placement = Placement(master=tier, opt_state=tier, bucket_bytes=1500)
-    step, state, plan, _ = make_step(Deep, tx, rows=16, mesh=mesh, placement=placement, **args)
+    step, state, plan, _ = make_step(model, tx, rows=16, mesh=mesh, placement=placement, **args)
     away = lambda state: [x for x in jax.tree.leaves((state.master, state.opt_state)) if x.ndim]
     # Adafactor's placeholders, of one element, are made anew: nobody reads them.
     large = lambda state: [x for x in away(state) if x.size > 1]
@@ -51,7 +64,7 @@ def trained(tx, tier, *, bad_step=None, **args):
         assert bool(metrics["finite"]) == (i != bad_step)
     assert {x.sharding.memory_kind for x in away(state)} == {tier}
     assert [x.sharding for x in jax.tree.leaves(state)] == [x.sharding for x in jax.tree.leaves(plan)]
-    return jax.tree.map(np.asarray, (state, metrics)), before == places(state)
+    return to_numpy((state, metrics)), before == places(state)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +73,14 @@ def trained(tx, tier, *, bad_step=None, **args):
         (optax.adamw(1e-2, weight_decay=0.1), {"max_grad_norm": 0.1, "accumulation_steps": 2}),
         (optax.adamw(1e-2), {"compute_dtype": "bfloat16", "nonfinite": "skip", "bad_step": 1}),
         (optax.chain(optax.clip_by_global_norm(0.1), optax.adafactor(1e-2, min_dim_size_to_factor=4)), {}),
+        (optax.adamw(1e-2), {"model": Noisy, "devices": 1}),
     ],
-    ids=["clipped and accumulated", "master weights and a skipped step", "a norm inside the optimizer"],
+    ids=[
+        "clipped and accumulated",
+        "master weights and a skipped step",
+        "a norm inside the optimizer",
+        "on one device",
+    ],
 )
 def test_many_buckets_in_host_memory_give_the_bits_of_optax_on_the_device(tx, args):
     on_device, _ = trained(tx, "device", **args)

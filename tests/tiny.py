@@ -74,10 +74,9 @@ def make_step(
 ):
     """(jitted step, freshly initialised state, plan, model)."""
     mesh = mesh if mesh is not None else mesh_of()
+    placement = placement or Placement()
     model, abstract, init = take_apart(build, tx, seed=seed, compute_dtype=compute_dtype)
-    plan = make_plan(
-        abstract, mesh, rules=rules, annotations=model.annotations, placement=placement if placement else Placement()
-    )
+    plan = make_plan(abstract, mesh, rules=rules, annotations=model.annotations, placement=placement)
     rows_sharding = batch_sharding(mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding), batch_of(0, rows))
     step = make_train_step(
@@ -89,6 +88,7 @@ def make_step(
         seed=seed,
         compute_dtype=compute_dtype,
         gathered=unannotated(plan, rules, model.annotations),
+        placement=placement,
         **args,
     )
     return step, jax.jit(init, out_shardings=shardings(plan))(), plan, model

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -54,14 +55,20 @@ def make_gradient_phase(
 ) -> Callable[[Any, Any, jax.Array, Any], Gradients]:
     """(params, model state, step, batch) -> Gradients, to be traced under jit; see `make_train_step` for the arguments.
 
-    With `is_apart` XLA schedules the forward and backward pass by themselves, see `scheduled_apart`; microbatches are a loop anyway.
+    With `is_apart` a GPU schedules the forward and backward pass by themselves, see `scheduled_apart`; microbatches are a loop
+    anyway. A CPU has nothing to hide, and XLA may round in another way in a loop there.
     """
     forward = make_forward(model, loss, plan, gathered)
     gradients = _make_sums(forward, plan, batch, accumulation_steps)
 
     def phase(params: Any, model_state: Any, step: jax.Array, batch: Any) -> Gradients:
         args = (params, model_state, batch, step_key(seed, step))
-        found = scheduled_apart(gradients, step, *args) if is_apart and accumulation_steps == 1 else gradients(*args)
+        if is_apart and accumulation_steps == 1:
+            apart = partial(scheduled_apart, gradients)
+            together = lambda _, *args: gradients(*args)
+            found = jax.lax.platform_dependent(step, *args, cuda=apart, rocm=apart, default=together)
+        else:
+            found = gradients(*args)
         # What comes after must not change how XLA adds the gradient up over the devices: then all tiers have the same bits.
         total, count, sums, model_state = jax.lax.optimization_barrier(found)
         denominator = denominator_of(count)
@@ -85,17 +92,18 @@ def scheduled_apart(
     memory as the moments that were in host memory. It leaves alone what has no such copy.
     """
     like = jax.eval_shape(gradients, params, model_state, batch, key)
-    total, count, _, new_model_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    total, count = (jnp.zeros(x.shape, x.dtype) for x in like[:2])
 
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        total, count, sums, new_model_state = gradients(carry[1], model_state, batch, key)
-        return carry[0] + 1, sums, total, count, new_model_state
+        number, params, _, _, model_state = carry
+        total, count, sums, model_state = gradients(params, model_state, batch, key)
+        return number + 1, sums, total, count, model_state
 
     # A loop that is run once, which XLA does not know: a call is not fused, and a branch would keep all weights until its end,
     # while here the gradients take their room (592 and 552 MiB in the plan of a small model, 554 when not apart).
-    start = (step, params, total, count, new_model_state)
-    _, sums, total, count, new_model_state = jax.lax.while_loop(lambda carry: carry[0] <= step, body, start)
-    return total, count, sums, new_model_state
+    start = (step, params, total, count, model_state)
+    _, sums, total, count, model_state = jax.lax.while_loop(lambda carry: carry[0] <= step, body, start)
+    return total, count, sums, model_state
 
 
 def mean_gradient(

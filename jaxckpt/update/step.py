@@ -57,7 +57,7 @@ def make_train_step(
         accumulation_steps=accumulation_steps,
         max_grad_norm=max_grad_norm,
         gathered=gathered,
-        is_apart=_is_streamed(plan),
+        is_apart=_is_streamed(plan) and plan.step.sharding.mesh.size == 1,
     )
 
     is_skipping = nonfinite == "skip"
