@@ -21,6 +21,12 @@ class OffloadError(JaxckptError):
     exit_code = 1
 
 
+class UnusableDiskError(OffloadError):
+    """A directory of the tier nvme cannot be used, as a run finds when it begins."""
+
+    exit_code = 2
+
+
 class DataError(JaxckptError):
     """The data cannot be read, or cannot be resumed exactly."""
 

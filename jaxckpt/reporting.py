@@ -30,6 +30,8 @@ class Pending:
     """number of its batch"""
     moved: Mapping[str, float] | None
     """see `Tiers.moved`"""
+    done: float | None = None
+    """when it was done, by time.perf_counter, where it was when it was called; None: when its numbers are read"""
 
 
 class Reporting:
@@ -63,7 +65,7 @@ class Reporting:
     def read(self, pending: Pending) -> Report:
         """Waits for the step. Raises NonFiniteError, and DataError where an earlier life saw another batch."""
         values = jax.device_get(pending.metrics)
-        previous, self._clock = self._clock, time.perf_counter()
+        previous, self._clock = self._clock, pending.done or time.perf_counter()
         report = make_report(
             pending.step,
             values,

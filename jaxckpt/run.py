@@ -282,7 +282,9 @@ class Run:
                 self.state, metrics = self._program(self.state, batch)
                 self.step += 1
                 self._is_torn = False
-                unread.append(Pending(self.step, metrics, self._stream.batches - 1, self._tiers.moved()))
+                # A step that goes by way of disks has waited for all that it did.
+                done = time.perf_counter() if self._tiers.store is not None else None
+                unread.append(Pending(self.step, metrics, self._stream.batches - 1, self._tiers.moved(), done))
                 if is_first:
                     jax.block_until_ready(metrics)
                     self.phases.seconds["first step"] = time.perf_counter() - started

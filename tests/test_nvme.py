@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt.errors import OffloadError, PlanError
+from jaxckpt.errors import OffloadError, PlanError, UnusableDiskError
 from jaxckpt.nvme.array import on_disk
 from jaxckpt.nvme.pipeline import Pipeline
 from jaxckpt.nvme.store import NvmeStore, is_all_finite
@@ -393,9 +393,12 @@ def test_a_limit_that_is_reached_while_training_ends_the_step_and_not_the_state(
         check(store, 3)
 
 
-def test_a_directory_that_may_not_be_written_is_told():
-    with pytest.raises(OffloadError, match=r"/sys/.*may not be written"):
-        NvmeStore(["/sys/jaxckpt"], LEAVES, run_id="run").open()
+def test_a_directory_that_cannot_be_used_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    for directory, found in [("/sys/jaxckpt", "not permitted"), (str(tmp_path / "file"), "Not a directory|exists")]:
+        with pytest.raises(UnusableDiskError, match=f"^{directory}.*({found}).*Name others in nvme_dir") as told:
+            NvmeStore([directory], LEAVES, run_id="run").open()
+        assert told.value.exit_code == 2
 
 
 def test_a_store_is_one_process_s_own_and_begins_empty(tmp_path):

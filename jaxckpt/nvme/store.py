@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxckpt.errors import OffloadError, PlanError, listed
+from jaxckpt.errors import OffloadError, PlanError, UnusableDiskError, listed
 from jaxckpt.nvme.array import KEPT, Marks, NvmeArray, Place, box_of, holders, layout_of
 from jaxckpt.nvme.rooms import Rooms, shards, view
 from jaxckpt.snapshot.direct import Box, DamagedFile, Layout, read_shard, write_shard
@@ -86,7 +86,10 @@ class NvmeStore:
         except BaseException as e:
             self.close()
             if isinstance(e, OSError):
-                raise told(e, e.filename or self._roots[0], "opening the nvme tier") from e
+                raise UnusableDiskError(
+                    f"{e.filename or self._roots[0]}: {e.strerror or e}: the tier nvme needs directories that this process can "
+                    f"make files in; found {[os.path.dirname(root) for root in self._roots]}. Name others in nvme_dir."
+                ) from e
             raise
 
     @property
@@ -261,7 +264,7 @@ class NvmeStore:
                     f"{snapshot_copies} for linked snapshots) and {_size(free)} are free"
                 )
         if problems:
-            raise OffloadError(
+            raise UnusableDiskError(
                 "the disks of the nvme tier have too little room:\n"
                 + listed(problems)
                 + "\nFree some, name more directories in nvme_dirs, or place less of the state on nvme."
