@@ -6,6 +6,7 @@ import pytest
 from etils import epath
 
 from groups import kill, run_two, start_two
+from jaxckpt.observe.metrics import read_metrics
 from jaxckpt.snapshot.steps import committed_steps
 from runs import numbers, steps_done, train, wait_for
 
@@ -34,4 +35,7 @@ def test_killed_with_state_on_the_disks_of_two_processes_both_go_on_in_the_same_
     assert f"continues after step {newest}" in output and "│ nvme " in output, "some leaves are large enough for a file"
     assert numbers(run) == before
     assert f"continues after step {steps}" in train(run, f"steps={steps + 1}", *settings)
+    for line in read_metrics(run / "metrics.jsonl"):
+        busy_s = line["offload"]["nvme_hidden_s"] + line["offload"]["nvme_exposed_s"]
+        assert line["tokens"] / line["tokens_per_s"] >= busy_s, "a step lasts as long as its disks work, saved or not"
     assert not [file for file in disks.rglob("*") if file.is_file() and file.name != "lock"], "nothing outlives a run"
