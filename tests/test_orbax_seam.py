@@ -265,6 +265,21 @@ def test_orbax_moves_the_bytes_with_one_warning_where_the_seam_is_not_as_we_know
     assert not [p for p in os.listdir(tmp_path) if p != "s"]
 
 
+def test_a_failed_restore_prints_nothing_besides_its_error(tmp_path):
+    failure, warnings = in_a_process(
+        tmp_path,
+        "import gc, shutil",
+        "there_and_back()",
+        "from jaxckpt.snapshot import orbax_io",
+        "shutil.rmtree(sys.argv[1] + '/s/state/w')",
+        "try: orbax_io.load_state(sys.argv[1] + '/s', {'w': jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=sharding)},"
+        " timeout_s=60)",
+        "except Exception as e: print(json.dumps(type(e).__name__))",
+        "gc.collect()",
+    )
+    assert failure == "DamagedSnapshot" and not warnings, warnings
+
+
 MEMBER = """
 import json, sys
 from jaxckpt.distributed.start import join, use_cpu_devices

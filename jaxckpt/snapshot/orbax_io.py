@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import threading
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +33,8 @@ NEEDLESS_WARNINGS = (
     "No prioritized params found",
     "_SignalingThread.run() raised an exception",
 )
+# What Orbax drops, and Python then warns of, when a load fails: the error is raised.
+DROPPED_COROUTINE = r"coroutine 'Store\._get_array_metadatas' was never awaited"
 SIGNS_OF_DAMAGE = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FileNotFoundError")
 
 
@@ -108,6 +111,7 @@ def load_state(
         if errors:
             raise next((e for e in errors if isinstance(e, DamagedSnapshot)), errors[0])
     except Exception as e:
+        warnings.filterwarnings("ignore", DROPPED_COROUTINE, RuntimeWarning)
         clearer = _clearer(e)
         if clearer is e:
             raise  # `raise e from e` would make it its own cause
