@@ -51,6 +51,26 @@ def test_signals_are_heard_while_the_main_thread_is_in_c_code() -> None:
     assert time.monotonic() - started < 20
 
 
+TWICE = """
+import os, signal, time
+from jaxckpt.distributed.signals import SAME_S, stop_on_signals
+with stop_on_signals() as stop:
+    for again in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop:
+            time.sleep(0.001)
+    time.sleep(2 * SAME_S)
+    print("still here", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+def test_a_signal_that_a_wrapper_sends_a_second_time_is_the_first_one() -> None:
+    output = finish(start([sys.executable, "-c", TWICE]), expect=75)
+    assert output.index("once more: stop at once") < output.index("still here") < output.index("SIGTERM again")
+
+
 def test_a_signal_during_the_imports_stops_the_command_with_its_exit_code(tmp_path: Path) -> None:
     process = start(command(tmp_path / "run"), is_cold=True)
     wait_for(lambda: bool(caught(process.pid) >> (signal.SIGTERM - 1) & 1))

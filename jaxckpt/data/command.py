@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from jaxckpt.data.chat import Renderer, make_renderer
 from jaxckpt.data.prepare import Prepared, Settings, Stopped, Watch, prepare
 from jaxckpt.data.store import StoreHeader
+from jaxckpt.distributed.signals import SAME_S
 from jaxckpt.errors import DataError
 from jaxckpt.observe.preparing import PrepareProgress
 
@@ -137,6 +139,7 @@ class _Signals:
     def __init__(self) -> None:
         self.number: int | None = None
         """the signal that was noted"""
+        self._noted_at = 0.0
 
     def __enter__(self) -> "_Signals":
         self._previous = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -157,6 +160,8 @@ class _Signals:
             signal.signal(number, signal.SIG_DFL)
 
     def _noted(self, number: int, frame: FrameType | None) -> None:
+        if self.number == number and time.monotonic() - self._noted_at < SAME_S:
+            return
         if self.number is not None:
             os._exit(128 + number)
-        self.number = number
+        self.number, self._noted_at = number, time.monotonic()

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from types import FrameType
 
 STOPPED = 75
 """exit code of a run that stopped early and can be resumed (EX_TEMPFAIL of sysexits.h)"""
+
+SAME_S = 0.3
+"""in which a signal that comes again is still the first one: GNU timeout, uv run and others send a process what its group has
+got already, and nobody decides anew so soon"""
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
@@ -25,6 +30,8 @@ class StopRequest:
     """what a second signal costs now"""
     before_leaving: Callable[[str], object] = lambda reason: None
     """called with the reason when a second signal ends the process; it must return within seconds"""
+    received_at: float = 0.0
+    """by `time.monotonic`"""
 
     def __bool__(self) -> bool:
         return self.signal_name is not None
@@ -67,11 +74,13 @@ def _listen(reader: int, request: StopRequest) -> None:
 
 
 def _receive(name: str, request: StopRequest) -> None:
+    if request.signal_name == name and time.monotonic() - request.received_at < SAME_S:
+        return
     if request:
         _say(f"{name} again: stopping at once; {request.loss}")
         request.before_leaving(f"was stopped at once by a second {name}")
         os._exit(STOPPED)
-    request.signal_name = name
+    request.signal_name, request.received_at = name, time.monotonic()
     _say(f"{name}: {request.consequence} (once more: stop at once)")
 
 
