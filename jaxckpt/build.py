@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import optax
+import psutil
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -26,8 +27,11 @@ from jaxckpt.models import llama
 from jaxckpt.models.layers import Layers
 from jaxckpt.observe.phases import Phases
 from jaxckpt.planning import guards
-from jaxckpt.planning.budget import Budget, Needs, choose_placement
-from jaxckpt.planning.subject import gradient_buffers
+from jaxckpt.planning.budget import Budget, Choice, refine
+from jaxckpt.planning.choosing import choose, device_parts
+from jaxckpt.planning.gpu import read_plan
+from jaxckpt.planning.limits import budget_of
+from jaxckpt.planning.subject import host_buffers, outline_of, subject_of
 from jaxckpt.run import Run
 from jaxckpt.snapshot import resume as resuming
 from jaxckpt.snapshot.origin import Origin
@@ -36,8 +40,8 @@ from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.memory import leaf_bytes
 from jaxckpt.state.mesh import make_mesh
 from jaxckpt.state.nvme import tier_of
-from jaxckpt.state.plan import Placement, make_plan
-from jaxckpt.state.train_state import TrainState, take_apart
+from jaxckpt.state.plan import Placement
+from jaxckpt.update.choose import compiler_options
 from jaxckpt.update.optimizers import make_optimizer, make_schedule
 
 log = logging.getLogger("jaxckpt")
@@ -67,10 +71,13 @@ def build(config: cf.RunConfig, *, allow_changed: Sequence[str] = (), phases: Ph
         raise
 
 
-def build_unopened(config: cf.RunConfig) -> Run:
-    """The run that `config` describes, to plan it: its run directory is neither read nor written, and nothing is saved."""
+def build_unopened(config: cf.RunConfig, *, is_compiling: bool | None = None) -> Run:
+    """The run that `config` describes, to plan it: its run directory is neither read nor written, and nothing is saved.
+
+    `is_compiling`: whether a budget's choice is compiled to see that it fits; by default on accelerators.
+    """
     _start_jax(config)
-    return _build(cf.resolve(config, None), None, (), Phases())
+    return _build(cf.resolve(config, None), None, (), Phases(), is_compiling=is_compiling)
 
 
 def import_target(key: str, target: str) -> Any:
@@ -111,7 +118,7 @@ def _check_host_memory(run: Run) -> None:
         for x in jax.tree.leaves(run.plan)
         if tier_of(x) == "pinned_host"
     )
-    pinned += gradient_buffers(run._program._step_fn) * len(run.plan.step.sharding.addressable_devices)
+    pinned += host_buffers(run._program._step_fn).total * len(run.plan.step.sharding.addressable_devices)
     if pinned:
         guards.set_pool(pinned, os.environ, is_started=True)
         for warning in guards.check_limits(pinned, pinned):
@@ -139,7 +146,14 @@ def _stored_config(config: cf.RunConfig, snapshots: Snapshots) -> Mapping[str, A
     return None
 
 
-def _build(config: cf.RunConfig, snapshots: Snapshots | None, allow_changed: Sequence[str], phases: Phases) -> Run:
+def _build(
+    config: cf.RunConfig,
+    snapshots: Snapshots | None,
+    allow_changed: Sequence[str],
+    phases: Phases,
+    *,
+    is_compiling: bool | None = None,
+) -> Run:
     mesh = make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp, tensor=config.mesh.tensor)
     with phases.phase("data"):
         data = _data(config)
@@ -149,13 +163,8 @@ def _build(config: cf.RunConfig, snapshots: Snapshots | None, allow_changed: Seq
     dtype = None if dtype == "float32" else dtype
     optimizer = _optimizer(config.optimizer, schedule)
     rules = tuple((k, _spec(v)) for k, v in config.mesh.rules.items()) + tuple(model.rules)
-    placement = _placement(config.placement)
-    if config.placement.budget != cf.Budget():
-        with phases.phase("plan"):
-            parts, abstract, _ = take_apart(model.make, optimizer, seed=config.seed, compute_dtype=dtype)
-            on_device = make_plan(abstract, mesh, rules=rules, annotations=parts.annotations)
-        placement = _within_budget(config, on_device, placement)
-    run = Run(
+    make_run = partial(
+        Run,
         model=model.make,
         loss=model.loss,
         layers=model.layers,
@@ -165,7 +174,6 @@ def _build(config: cf.RunConfig, snapshots: Snapshots | None, allow_changed: Seq
         seed=config.seed,
         mesh=mesh,
         rules=rules,
-        placement=placement,
         compute_dtype=dtype,
         accumulation_steps=config.optimizer.accumulation_steps,
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -174,7 +182,6 @@ def _build(config: cf.RunConfig, snapshots: Snapshots | None, allow_changed: Seq
         held_out=data.held_out,
         eval_every=config.eval.every,
         eval_batches=config.eval.batches,
-        snapshots=snapshots,
         resume=config.resume,
         restore_from=config.restore_from,
         restore_paths=config.restore_paths,
@@ -186,6 +193,12 @@ def _build(config: cf.RunConfig, snapshots: Snapshots | None, allow_changed: Seq
         timeout_s=config.distributed.timeout_s,
         phases=phases,
     )
+    placement = _placement(config.placement)
+    if (budget := budget_of(config)) is not None:
+        if is_compiling is None:
+            is_compiling = jax.default_backend() != "cpu"
+        placement = _within_budget(config, make_run, budget, placement, is_compiling=is_compiling)
+    run = make_run(placement=placement, snapshots=snapshots)
     if snapshots is not None:
         _check_host_memory(run)
     return run
@@ -305,27 +318,55 @@ def _placement(section: cf.Placement) -> Placement:
     )
 
 
-def _within_budget(config: cf.RunConfig, on_device: TrainState, placement: Placement) -> Placement:
-    """`placement` with the tiers that the budget of `config` chooses for a state whose plan is `on_device`."""
-    budget = config.placement.budget
-    choice = choose_placement(
-        on_device,
-        Budget(budget.device, budget.host, budget.nvme if placement.nvme_dirs else 0),
-        needs=Needs(sums_gradients=sums_gradients(config.optimizer)),
-        bucket_bytes=placement.bucket_bytes,
-        nvme_dirs=placement.nvme_dirs,
-    )
+def _within_budget(
+    config: cf.RunConfig,
+    make_run: Callable[..., Run],
+    budget: Budget,
+    placement: Placement,
+    *,
+    is_compiling: bool,
+) -> Placement:
+    """`placement` with the tiers that the budget of `config` chooses.
+
+    `is_compiling`: the compiler has the last word on what the step takes of a device; what is compiled for that is found
+    again when the run compiles its step.
+    """
+    # All processes must choose the same, and one may be a little larger than another.
+    group = Group(timeout_s=config.distributed.timeout_s)
+    process_bytes = max(group.gather("choose the placement", psutil.Process().memory_info().rss))
+    make_run = partial(make_run, resume="latest")  # to look at alone
+    with make_run() as on_device:
+        outline = outline_of(on_device)
+
+    def choose_for(working_bytes: int) -> Choice:
+        return choose(config, *outline, budget, process_bytes=process_bytes, working_bytes=working_bytes)
+
+    def peak_of(chosen: Placement) -> int:
+        with make_run(placement=chosen) as run:
+            subject = subject_of(run)
+        options = compiler_options(subject.plan, jax.default_backend()) or None
+        compiled = {name: part.traced.lower().compile(options) for name, part in subject.programs.items()}
+        plans = {
+            name: read_plan(x, target=jax.default_backend(), devices=jax.device_count()) for name, x in compiled.items()
+        }
+        return sum(device_parts(subject, plans).values())
+
+    if budget.device is None or not is_compiling:
+        choice = choose_for(0)
+        device_bytes, left_out = (
+            choice.device_bytes,
+            " (activations not counted: see `python -m jaxckpt plan --target`)",
+        )
+    else:
+        (choice, device_bytes), left_out = refine(choose_for, peak_of, budget.device), ""
     log.info(
-        "placement by the budget: %.1f MiB of each device (activations not counted: see `python -m jaxckpt plan --target`), "
-        "%.1f MiB of host memory, %.1f MiB on disks",
-        *(n / 2**20 for n in (choice.device_bytes, choice.host_bytes, choice.nvme_bytes)),
+        "placement by the budget: %.1f MiB of each device%s, %.1f MiB of host memory, %.1f MiB on disks",
+        device_bytes / 2**20,
+        left_out,
+        choice.host_bytes / 2**20,
+        choice.nvme_bytes / 2**20,
     )
     return replace(choice.placement, nvme_cache_bytes=placement.nvme_cache_bytes)
-
-
-def sums_gradients(optimizer: cf.Optimizer) -> bool:
-    """Whether a step keeps gradients until all are there."""
-    return optimizer.accumulation_steps > 1 or optimizer.max_grad_norm is not None or optimizer.nonfinite == "skip"
 
 
 def _spec(dims: Sequence[Any]) -> P:

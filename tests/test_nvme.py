@@ -251,6 +251,21 @@ def test_every_slot_is_used_again_only_when_it_was_written(tmp_path, slots):
             assert arrays.keys() == LEAVES.keys()
 
 
+def test_the_rooms_of_a_step_are_counted_before_it(tmp_path):
+    on_devices = {p: NamedSharding(x.sharding.mesh, x.sharding.spec) for p, x in LEAVES.items()}
+    bytes_of = {
+        path: np.prod(on_devices[path].shard_shape(x.shape)) * x.dtype.itemsize * len(MESH.devices.flat)
+        for path, x in LEAVES.items()
+    }
+    first, second = (sum(bytes_of[path] for path in BUCKETS[i]) for i in (0, 2))
+    for slots, cached in [(1, 0), (2, 0), (9, 0), (1, first), (1, second - 1)]:
+        with streaming(tmp_path / f"{slots}{cached}", slots=slots, cache_bytes=cached, steps=2) as (store, pipeline):
+            expected = first + second - (first if cached == first else 0)
+            assert (pipeline.buffer_bytes, pipeline.cached_bytes) == (expected, first if cached == first else 0)
+            free = [room for rooms in store.rooms._free.values() for room in rooms]
+            assert sum(room.nbytes for room in free) == expected, "all of them are there, and no more"
+
+
 def test_stripes_share_the_bytes(tmp_path):
     dirs = [tmp_path / name for name in "ab"]
     with streaming(*dirs, steps=1) as (store, _):

@@ -10,12 +10,16 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from jaxckpt.build import build_unopened
 from jaxckpt.cli import app
+from jaxckpt.config import load_config
 from jaxckpt.errors import PlanError
 from jaxckpt.planning import guards
 from jaxckpt.planning.bandwidth import Rate, Rates, measure_disk, parse_rate
 from jaxckpt.planning.compare import check_measured, planned_bytes
 from jaxckpt.planning.flops import count_flops
+from jaxckpt.planning.limits import nvme_limit
+from jaxckpt.planning.planner import Wanted, make_plan_report
 from jaxckpt.planning.report import Traffic, step_time
 from jaxckpt.planning.targets import GIB
 
@@ -147,6 +151,54 @@ def test_a_budget_in_the_configuration_chooses_and_refuses(config_file):
     assert chosen["memory"]["device"]["total"] <= everything // 2 == chosen["memory"]["device"]["limit"]
     refused = plan(config_file, f"placement.budget.device={everything // 50}", code=1)
     assert re.search(r"budget\.device of [\d,]+ bytes .* would do", " ".join(refused["problems"]))
+
+
+def test_a_run_chooses_by_its_budget_what_its_plan_says(config_file):
+    def chosen(*settings):
+        config = load_config(str(config_file), settings)
+        planned = make_plan_report(config, Wanted()).placement
+        with build_unopened(config) as run:
+            assert run._placement == planned
+        return planned
+
+    everything = plan(config_file)["memory"]["device"]["total"]
+    tiers = lambda placement: (placement.params, placement.master, placement.opt_state)
+    found = {tiers(chosen(f"placement.budget.device={everything * n // 20}")) for n in (20, 14, 8)}
+    assert len(found) == 3
+    # Sums of gradients are as wide as the master weights, and what has no room beside them leaves.
+    wide = (f"placement.budget.device={everything + 1024}", "data.batch_size=16")
+    assert tiers(chosen(*wide)) == ("device",) * 3 and not chosen(*wide).paths
+    assert chosen(*wide, "optimizer.accumulation_steps=2").paths
+
+
+def test_where_a_step_can_be_compiled_a_run_asks_what_it_takes_before_it_chooses(config_file):
+    small = ("model.num_layers=1", "model.compute_dtype=float32")
+
+    def run_with(budget):
+        config = load_config(str(config_file), [*small, f"placement.budget.device={budget}"])
+        return build_unopened(config, is_compiling=True)
+
+    everything = plan(config_file, "--target", "cpu", *small)["memory"]["host"]["parts"]["devices"] // 8
+    with run_with(everything) as run:
+        assert run._placement.opt_state == "device"
+    # A CPU's program counts host memory as a device's, and so no placement helps.
+    with pytest.raises(PlanError, match=rf"the compiled step takes {everything:,} bytes of each device"):
+        run_with(everything - 1)
+
+
+def test_state_on_disks_is_planned_with_the_rooms_of_its_largest_weights(config_file, tmp_path):
+    # The embedding alone is larger than a bucket: 259 x 512 elements of master weights and two moments.
+    settings = ("placement.opt_state=nvme", "placement.master=nvme", f"placement.nvme_dir={tmp_path / 'nvme'}")
+    settings += ("model.d_model=512", "placement.bucket_bytes=64KiB")
+    found = plan(config_file, *settings)["memory"]
+    embedding = 259 * 512 * 12
+    assert embedding <= found["host"]["parts"]["buffers for disks"] < found["nvme"]["total"] // 2
+    assert found["device"]["parts"]["buckets"] >= 2 * embedding // 8
+    assert found["nvme"]["limit_source"] == "free in placement.nvme_dir"
+    cached = plan(config_file, *settings, "placement.nvme_cache_bytes=1GiB")["memory"]["host"]["parts"]
+    assert cached["cache for disks"] == found["nvme"]["total"] // 2 and "buffers for disks" not in cached
+    config = load_config(str(config_file), ["placement.budget.nvme=1", *settings[2:]])
+    assert nvme_limit(config) == (1, "placement.budget.nvme")
 
 
 def test_on_this_machine_the_compiled_step_counts(config_file):

@@ -18,7 +18,7 @@ from jaxckpt.errors import PlanError
 from jaxckpt.planning import gpu, hlo
 from jaxckpt.planning.budget import Budget, Needs, choose_placement, patterns, refine
 from jaxckpt.planning.nearest import placement_settings, saving_settings, snapshots_that_fit
-from jaxckpt.planning.report import Saving, Use, disk_uses, host_use, state_groups
+from jaxckpt.planning.report import Buffers, Saving, Use, disk_uses, host_use, state_groups
 from jaxckpt.planning.targets import GIB, TARGETS, describe_for_xla, target_named
 from jaxckpt.snapshot.leaves import leaf_table
 from jaxckpt.snapshot.manifest import FORMAT
@@ -311,7 +311,7 @@ def test_a_save_copies_state_in_host_memory_aside_but_no_derived_parameters_and_
         GroupSize("master", "pinned_host", 1, 4, 4),
         GroupSize("opt_state", "nvme", 1, 8, 8),
     ]
-    use = lambda saving: host_use(groups, Placement(bucket_bytes=1), saving, local_devices=1, process_bytes=0).parts
+    use = lambda saving: host_use(groups, Buffers(disks=4), saving, local_devices=1, process_bytes=0).parts
     assert use(Saving(None, None, 1)) == {
         "state": 6,
         "buffers for disks": 4,

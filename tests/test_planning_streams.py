@@ -6,8 +6,8 @@ import pytest
 from jaxckpt.planning.budget import Budget, Needs
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.planning.hlo import HostCopy, HostUse
-from jaxckpt.planning.report import A_BUCKET, Saving, Traffic, host_use, state_groups, traffic_of
-from jaxckpt.planning.subject import gradient_buffers
+from jaxckpt.planning.report import A_BUCKET, Buffers, Saving, Traffic, host_use, state_groups, traffic_of
+from jaxckpt.planning.subject import host_buffers
 from jaxckpt.state import tree
 from jaxckpt.state.memory import GroupSize, leaf_bytes
 from jaxckpt.state.nvme import tier_of
@@ -41,7 +41,7 @@ def test_the_gradients_between_two_programs_are_in_host_memory_and_nowhere_else(
         step, _, plan, _, store = make(placement, **args)
         if store is not None:
             store.close()
-        return gradient_buffers(step), bytes_of(x for x in jax.tree.leaves(plan.params) if x.ndim)
+        return host_buffers(step).gradients, bytes_of(x for x in jax.tree.leaves(plan.params) if x.ndim)
 
     found, params = buffers(HOST, fsdp=2)
     assert found == params > 0, "as narrow as the parameters, and split as they are"
@@ -54,7 +54,7 @@ def test_the_buffers_of_a_step_from_disks_count_and_the_buckets_move_all_that_li
     assert store is not None
     store.close()
     assert len(step.updates) > 3
-    gradients = gradient_buffers(step)
+    gradients = host_buffers(step).gradients
     assert gradients == bytes_of(jax.tree.leaves(plan.params))
     # Bucket by bucket: gradients and old state to the device; new state, and the params that are derived from it, back.
     params = tree.flatten(plan.params)
@@ -101,9 +101,8 @@ def test_the_largest_bucket_stands_for_all_and_no_byte_counts_twice():
 
 def test_host_memory_holds_gradients_beside_the_state_with_a_compiler_and_without():
     def parts(programs):
-        saving = Saving(0, 0, 1)
-        sizes = {"local_devices": 2, "process_bytes": 0, "gradient_bytes": 3, "programs": programs}
-        return host_use(GROUPS, Placement(bucket_bytes=1), saving, **sizes).parts
+        sizes = {"local_devices": 2, "process_bytes": 0, "programs": programs}
+        return host_use(GROUPS, Buffers(gradients=3, disks=4), Saving(0, 0, 1), **sizes).parts
 
     expected = {"state": 4, "gradients": 6, "buffers for disks": 8}
     assert parts({}) == expected

@@ -1,10 +1,14 @@
 """Streams the leaves on disk through one update: reads the buckets ahead, writes those behind, a few in memory at a time."""
 
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +17,7 @@ import numpy as np
 
 from jaxckpt.errors import OffloadError
 from jaxckpt.nvme.array import Marks, NvmeArray, Place
-from jaxckpt.nvme.rooms import shards, view
+from jaxckpt.nvme.rooms import Kind, shards, view
 from jaxckpt.nvme.store import WAY_OUT, NvmeStore, told
 from jaxckpt.snapshot.direct import read_shard, write_shard
 
@@ -53,7 +57,8 @@ class Pipeline:
         threads: int = 4,
         wait_s: float = 600.0,
     ) -> None:
-        """`buckets`: the paths of the leaves that are updated together; each leaf of the store is in exactly one.
+        """Only plans, as the store does; the first step starts the threads. `buckets`: the paths of the leaves that are
+        updated together; each leaf of the store is in exactly one.
 
         `slots` buckets at most are in memory at a time, from the beginning of their read to the end of their write. As
         many buckets as fit in `cache_bytes` are kept besides and never read; they are written all the same, so that the
@@ -62,14 +67,19 @@ class Pipeline:
         assert sorted(p for bucket in buckets for p in bucket) == sorted(store.paths), "each leaf is in one bucket"
         self.store, self.buckets = store, [tuple(bucket) for bucket in buckets]
         self.slots, self.wait_s = slots, wait_s
-        sizes = [sum(self._room_bytes(path) for path in bucket) for bucket in self.buckets]
+        rooms = [self._rooms(bucket) for bucket in self.buckets]
         self.cached: set[int] = set()
         """the numbers of the buckets that stay in memory: the first ones, for which a step would have to wait"""
-        for i, nbytes in enumerate(sizes):
-            if nbytes and nbytes <= cache_bytes:
+        self.cached_bytes = 0
+        for i, nbytes in enumerate(map(_bytes_of, rooms)):
+            if nbytes and nbytes <= cache_bytes - self.cached_bytes:
                 self.cached.add(i)
-                cache_bytes -= nbytes
-        store.rooms.most_bytes = slots * max([n for i, n in enumerate(sizes) if i not in self.cached], default=0)
+                self.cached_bytes += nbytes
+        read = [found for i, found in enumerate(rooms) if found and i not in self.cached]
+        together = [sum(read[i : i + slots], start=Counter()) for i in range(max(1, len(read) - slots + 1))]
+        self.buffer_bytes = _bytes_of(reduce(or_, together, Counter()))
+        """host memory of this process that a step needs beside the cache: of each kind of room as many as it has at a time"""
+        store.rooms.most_bytes = self.buffer_bytes
         self.kept: dict[str, tuple[int, jax.Array]] = {}
         """of each leaf in a cached bucket its generation and what it holds"""
         self.readers = ThreadPoolExecutor(threads, thread_name_prefix="jaxckpt-nvme-read")
@@ -85,10 +95,18 @@ class Pipeline:
         for pool in (self.readers, self.clock, self.writers):
             pool.shutdown(wait=False, cancel_futures=True)  # a thread that a dead disk holds must not hold up the end
 
-    def _room_bytes(self, path: str) -> int:
-        leaf = self.store.struct(path)
-        shard = int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
-        return shard * sum(map(len, self.store.devices(path).values()))
+    def _rooms(self, bucket: Sequence[str]) -> Counter[Kind]:
+        """The rooms that a bucket is read into: one for each shard on each device."""
+        found: Counter[Kind] = Counter()
+        for path in bucket:
+            layout = self.store.layout(path)
+            for devices in self.store.devices(path).values():
+                found.update((layout.shard, layout.dtype, device) for device in devices)
+        return found
+
+
+def _bytes_of(rooms: Counter[Kind]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize * count for (shape, dtype, _), count in rooms.items())
 
 
 class Flow:

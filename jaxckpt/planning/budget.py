@@ -18,15 +18,13 @@ import jax.numpy as jnp
 from jaxckpt.errors import PlanError
 from jaxckpt.state import tree
 from jaxckpt.state.memory import leaf_bytes
-from jaxckpt.state.nvme import SMALLEST_BYTES
+from jaxckpt.state.nvme import SMALLEST_BYTES, tier_of
 from jaxckpt.state.plan import Placement, Tier, owner
 
 GENERATIONS = 2
 """of the state on disks: a step reads one and writes the other"""
 NVME_SLOTS = 4
 """buckets of the tier nvme in host memory: being read, updated, written, and one between"""
-_BUCKETS_ON_DEVICE = 4
-"""the bucket at hand and the next one, each as it was and as it will be"""
 _ORDER = ("opt_state", "master", "params")
 _EACH = {"device": "of each device", "host": "of each process", "nvme": "on the disks of each process"}
 
@@ -243,7 +241,8 @@ class _Room:
         sizes = [lasting[0] + working]
         for piece in self.pieces:
             stays -= sum(x.device_bytes for x in piece)
-            streamed = _BUCKETS_ON_DEVICE * bucket.add(piece)
+            # The bucket at hand and the next one, each as it was and as it will be; beside a large weight lies a small one.
+            streamed = 2 * (bucket.add(piece) + min(self.bucket_bytes, bucket.total))
             if piece[0].group == "params":  # buckets are updated in the midst of the backward pass
                 lasting.append(stays)
                 sizes.append(stays + working + streamed)
@@ -293,6 +292,12 @@ def _group_tiers(members: Sequence[_Leaf], tiers: Mapping[str, Tier]) -> tuple[T
         others = [x.path for x, t in zip(members, found, strict=True) if t != tier]
         paths.extend((pattern, tier) for pattern in patterns(own, others))
     return usual, paths
+
+
+def largest_bucket(plan: Any, bucket_bytes: int) -> int:
+    """Bytes a device of the largest bucket that streams through the update of a state with this plan."""
+    flat, bucket = tree.flatten(plan), _Bucket(bucket_bytes)
+    return bucket.add([x for x in _leaves(plan, 1) if tier_of(flat[x.path]) != "device"])
 
 
 def bounded(nbytes: int, bound: int | None) -> int:

@@ -1,8 +1,6 @@
 """Makes the plan of a configured run, on CPU, without allocating any of it."""
 
 import logging
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,21 +9,21 @@ from typing import Any
 import psutil
 
 from jaxckpt import config as cf
-from jaxckpt.build import build_unopened, sums_gradients
-from jaxckpt.data.command import parse_bytes
+from jaxckpt.build import build_unopened
 from jaxckpt.errors import PlanError
 from jaxckpt.planning import bandwidth, guards, report
 from jaxckpt.planning.bandwidth import Rate, Rates
-from jaxckpt.planning.budget import Budget, Choice, DoesNotFit, Needs, bounded, choose_placement, refine
+from jaxckpt.planning.budget import Budget, Choice, bounded, refine
+from jaxckpt.planning.choosing import choose, device_parts, device_use, gradient_bytes, least_staging
 from jaxckpt.planning.flops import count_flops
 from jaxckpt.planning.gpu import GpuPlan, compile_for, read_plan
-from jaxckpt.planning.nearest import as_setting, placement_settings, saving_settings, snapshots_that_fit
+from jaxckpt.planning.limits import budget_of, device_limit, free_bytes, host_limit, nvme_limit
+from jaxckpt.planning.nearest import placement_settings, saving_settings, snapshots_that_fit
 from jaxckpt.planning.report import PlanReport, Use, tier_bytes
-from jaxckpt.planning.subject import Subject, subject_of
+from jaxckpt.planning.subject import Subject, outline_of, subject_of
 from jaxckpt.planning.targets import Target, target_named
-from jaxckpt.snapshot.leaves import stored_leaves
 from jaxckpt.state import tree
-from jaxckpt.state.memory import GroupSize, leaf_bytes
+from jaxckpt.state.memory import GroupSize
 from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import TrainState
 from jaxckpt.update.choose import compiler_options
@@ -78,10 +76,11 @@ class _Planner:
         self.local_devices = devices // processes
         self.compiled: dict[Placement, dict[str, GpuPlan]] = {}
         self.process_bytes = psutil.Process().memory_info().rss
-        section = config.placement.budget
-        self.budget = section if section is not None and section != type(section)() else None
-        self.device_limit, self.device_source = self._device_limit()
-        self.host_limit, self.host_source = self._host_limit()
+        self.budget = budget_of(config)
+        self.device_limit, self.device_source = device_limit(self.budget, wanted.device_memory, target)
+        is_here = wanted.target == "cpu"
+        self.host_limit, self.host_source = host_limit(self.budget, wanted.host_memory, is_here=is_here)
+        self.nvme_limit, self.nvme_source = nvme_limit(config)
 
     def make(self) -> PlanReport:
         subject = self._subject()
@@ -93,7 +92,7 @@ class _Planner:
             groups,
             programs if self.target else {},
             {name: part.times for name, part in subject.programs.items()},
-            gradient_bytes=subject.gradient_bytes,
+            gradient_bytes=subject.buffers.gradients,
             local_devices=self.local_devices,
             microbatches=self.config.optimizer.accumulation_steps,
             is_marking=self.wanted.target != "cpu",  # as NvmeStep has it
@@ -123,58 +122,28 @@ class _Planner:
         budget = self.budget
         if budget is None:
             return self._build(self.config.placement)
-        on_device = self._build(cf.Placement())
-        choose = lambda working: self._choose(on_device, self._budget(budget), working)
+        with build_unopened(self.config.model_copy(update={"placement": cf.Placement()})) as on_device:
+            outline = outline_of(on_device)
+        choose_for = lambda working: self._choose(outline, budget, working)
+        build = lambda placement: self._build(_as_config(placement, self.config.placement))
         if self.target is None or budget.device is None:
-            return self._build(_as_config(choose(0).placement, self.config.placement))
-        peak_of = lambda placement: self._peak(self._build(_as_config(placement, self.config.placement)))
-        choice, _ = refine(choose, peak_of, budget.device)
-        return self._build(_as_config(choice.placement, self.config.placement))
+            return build(choose_for(0).placement)
+        choice, _ = refine(choose_for, lambda placement: self._peak(build(placement)), budget.device)
+        return build(choice.placement)
 
     def _build(self, placement: Any) -> Subject:
         with build_unopened(self.config.model_copy(update={"placement": placement})) as run:
             return subject_of(run)
 
-    def _choose(self, subject: Subject, budget: Budget, working: int) -> Choice:
-        try:
-            return self._choose_with(subject, budget, working, self.config.snapshots.staging_bytes)
-        except DoesNotFit as e:
-            least = _least_staging(subject.plan)
-            try:
-                choice = self._choose_with(subject, budget, working, least)
-            except DoesNotFit:
-                raise e from None
-            # A budget chooses the placement itself.
-            tiers = placement_settings(choice.placement) if self.budget is None else []
-            lines = [f"snapshots.staging_bytes={as_setting(least)}", *tiers]
-            raise DoesNotFit(
-                f"{e}\n  Or saves copy less aside, and training waits for them longer: {' '.join(lines)}"
-            ) from None
-
-    def _choose_with(self, subject: Subject, budget: Budget, working: int, staging_bytes: int | None) -> Choice:
-        groups = report.state_groups(subject.plan)
-        section = self.config.placement
-        needs = Needs(
-            working_bytes=max(report.batch_bytes(subject.batch), working),
-            gradient_bytes=self._gradients(groups),
-            host_bytes=self.process_bytes,
-            staging_bytes=staging_bytes,
-            restore_bytes=self.config.snapshots.restore_bytes,
-            cache_bytes=section.nvme_cache_bytes or 0,
-            sums_gradients=sums_gradients(self.config.optimizer),
-        )
-        return choose_placement(
-            subject.plan,
+    def _choose(self, outline: tuple[TrainState, Any], budget: Budget, working: int) -> Choice:
+        return choose(
+            self.config,
+            *outline,
             budget,
-            needs=needs,
+            process_bytes=self.process_bytes,
+            working_bytes=working,
             local_devices=self.local_devices,
-            bucket_bytes=section.bucket_bytes,
-            nvme_dirs=tuple(section.nvme_dir or ()),
         )
-
-    def _budget(self, section: Any) -> Budget:
-        nvme = section.nvme if self.config.placement.nvme_dir else 0
-        return Budget(section.device, section.host, nvme)
 
     # ------------------------------------------------------------------------------------------------ the compiler
 
@@ -195,8 +164,7 @@ class _Planner:
         return compile_for(self.target, traced, devices=self.devices, memory_bytes=self.device_limit, options=options)
 
     def _peak(self, subject: Subject) -> int:
-        device = self._device_use(subject, report.state_groups(subject.plan), self._compile(subject))
-        return device.total
+        return sum(device_parts(subject, self._compile(subject)).values())
 
     # ------------------------------------------------------------------------------------------------ the sums
 
@@ -204,16 +172,15 @@ class _Planner:
         where = {"local_devices": self.local_devices}
         host = report.host_use(
             groups,
-            subject.placement,
+            subject.buffers,
             self._saving(),
             process_bytes=self.process_bytes,
-            gradient_bytes=subject.gradient_bytes,
             programs=programs if self.target else {},
             limit=self.host_limit,
             limit_source=self.host_source,
             **where,
         )
-        device = self._device_use(subject, groups, programs)
+        device = device_use(self.config, subject, programs, self.device_limit, self.device_source)
         if self.wanted.target == "cpu":  # one memory for both
             parts = {k: v for k, v in host.parts.items() if k not in ("state", "gradients")}
             device, host = (
@@ -223,41 +190,12 @@ class _Planner:
         disks = report.disk_uses(
             groups,
             self._saving(),
-            snapshot_room=_free(self.config.run_dir),
-            nvme_room=self._nvme_room(),
-            nvme_source="budget.nvme" if self._nvme_budget() else "free in placement.nvme_dir",
+            snapshot_room=free_bytes(self.config.run_dir),
+            nvme_room=self.nvme_limit,
+            nvme_source=self.nvme_source,
             **where,
         )
         return [*([device] if device else []), host, *disks]
-
-    def _device_use(self, subject: Subject, groups: Sequence[GroupSize], programs: Mapping[str, GpuPlan]) -> Use:
-        batch = report.batch_bytes(subject.batch)
-        if programs:
-            # A program is not given all of the state; the rest of it stays where it is meanwhile.
-            lasting = tier_bytes(groups, "device") + batch
-            if self.wanted.target == "cpu":  # whose programs count what is in host memory among their arguments
-                lasting += tier_bytes(groups, "pinned_host") + subject.gradient_bytes
-            elsewhere = lambda p: max(0, lasting - p.argument_bytes)
-            plan = max(programs.values(), key=lambda p: p.peak_bytes + elsewhere(p))
-            parts = {
-                "state elsewhere": elsewhere(plan) if len(programs) > 1 else 0,
-                "state and batch": plan.argument_bytes,
-                "results beside them": plan.output_bytes - plan.alias_bytes,
-                "while the step runs": plan.temp_bytes,
-            }
-        else:
-            off = sum(g.bytes_per_device for g in groups if g.tier != "device")
-            buckets = min(2 * subject.placement.bucket_bytes, off)
-            gradients = 0 if subject.placement.params != "device" else self._gradients(groups)
-            parts = {"state": tier_bytes(groups, "device"), "batch": batch, "gradients": gradients, "buckets": buckets}
-        parts = {k: v for k, v in parts.items() if v}
-        return Use("device", parts, self.device_limit, self.device_source, is_lower_bound=not programs)
-
-    def _gradients(self, groups: Sequence[GroupSize]) -> int:
-        """Bytes a device of the gradients, which are summed up in float32 over microbatches."""
-        params = sum(g.bytes_per_device for g in groups if g.group == "params")
-        is_narrow = any(g.group == "master" for g in groups) and self.config.optimizer.accumulation_steps == 1
-        return params if is_narrow or not any(g.group == "master" for g in groups) else 2 * params
 
     def _saving(self) -> report.Saving:
         s = self.config.snapshots
@@ -283,44 +221,6 @@ class _Planner:
             )
         return bandwidth.with_given(rates, given)
 
-    # ------------------------------------------------------------------------------------------------ the limits
-
-    def _device_limit(self) -> tuple[int | None, str]:
-        budget = self.budget
-        found = []
-        if budget is not None and budget.device is not None:
-            found.append((budget.device, "placement.budget.device"))
-        if self.wanted.device_memory:
-            found.append((parse_bytes(self.wanted.device_memory), "--device-memory"))
-        if self.target is not None and not found:
-            usable = self.target.usable_bytes()
-            share = f"{usable / self.target.memory_bytes:.0%} of {self.target.title}; XLA_CLIENT_MEM_FRACTION"
-            found.append((usable, share))
-        return min(found, default=(None, ""), key=lambda pair: pair[0])
-
-    def _host_limit(self) -> tuple[int | None, str]:
-        budget = self.budget
-        found = []
-        if budget is not None and budget.host is not None:
-            found.append((budget.host, "placement.budget.host"))
-        if self.wanted.host_memory:
-            found.append((parse_bytes(self.wanted.host_memory), "--host-memory"))
-        if self.wanted.target == "cpu":
-            here, source = guards.host_memory_limit()
-            if here is not None:
-                found.append((here, source))
-        return min(found, default=(None, ""), key=lambda pair: pair[0])
-
-    def _nvme_budget(self) -> int | None:
-        return None if self.budget is None else self.budget.nvme
-
-    def _nvme_room(self) -> int | None:
-        free = [_free(d) for d in self.config.placement.nvme_dir or ()]
-        # Stripes take the same share of each, so the fullest disk ends first.
-        known = [n for n in free if n is not None]
-        room = [n for n in (self._nvme_budget(), min(known) * len(known) if known else None) if n is not None]
-        return min(room, default=None)
-
     # ------------------------------------------------------------------------------------------------ ways out
 
     def _nearest(self, subject: Subject, uses: Sequence[Use]) -> list[str]:
@@ -329,7 +229,7 @@ class _Planner:
         device = next((u for u in uses if u.name == "device"), None)
         if self.wanted.target == "cpu" or device is None:
             return []
-        groups, least = report.state_groups(subject.plan), _least_staging(subject.plan)
+        groups, least = report.state_groups(subject.plan), least_staging(subject.plan)
         wrong = {u.name: u for u in uses if not u.fits}
         keep = snapshots_that_fit(wrong.pop("snapshots", None), self.config.snapshots.keep)
         if not wrong:
@@ -340,11 +240,11 @@ class _Planner:
             host = replace(host, limit=(host.limit or 0) - (16 << 20))
             if found := saving_settings(host, bounded(whole, self.config.snapshots.restore_bytes), least):
                 return found + keep
-        lasting = tier_bytes(groups, "device") + self._gradients(groups)
+        lasting = tier_bytes(groups, "device") + gradient_bytes(self.config, groups)
         working = 0 if device.is_lower_bound else max(0, device.total - lasting)
-        budget = Budget(device.limit, self.host_limit, self._nvme_room() if self.config.placement.nvme_dir else 0)
+        budget = Budget(device.limit, self.host_limit, self.nvme_limit if self.config.placement.nvme_dir else 0)
         try:
-            choice = self._choose(subject, budget, working)
+            choice = self._choose((subject.plan, subject.batch), budget, working)
         except PlanError as e:
             return str(e).splitlines() + keep
         new, old = (tiers_of(placement, subject.plan) for placement in (choice.placement, subject.placement))
@@ -367,12 +267,6 @@ def tiers_of(placement: Placement, plan: TrainState) -> list[str]:
     return [placement.tier(path, x) for path, x in tree.flatten(plan).items()] + [str(placement.bucket_bytes)]
 
 
-def _least_staging(plan: TrainState) -> int:
-    """Bytes that a save must be given to keep within them: it holds three shards of any leaf at a time."""
-    parts = (leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in stored_leaves(plan).values())
-    return 3 * max(parts)
-
-
 def _as_config(placement: Placement, section: Any) -> Any:
     return cf.Placement(
         params=placement.params,
@@ -384,14 +278,3 @@ def _as_config(placement: Placement, section: Any) -> Any:
         nvme_cache_bytes=section.nvme_cache_bytes,
         bucket_bytes=placement.bucket_bytes,
     )
-
-
-def _free(directory: Any) -> int | None:
-    """Bytes free where a local directory is, or will be; None for gs:// and the like."""
-    text = os.fspath(directory)
-    if "://" in text:
-        return None
-    path = Path(text).absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return shutil.disk_usage(path).free

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxckpt.planning.bandwidth import Rates
-from jaxckpt.planning.budget import GENERATIONS, NVME_SLOTS, bounded
+from jaxckpt.planning.budget import GENERATIONS, bounded
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.state.memory import GroupSize, group_sizes, leaf_bytes
 from jaxckpt.state.plan import Placement
@@ -120,6 +120,22 @@ class Saving:
     snapshots_kept: int
 
 
+@dataclass(frozen=True)
+class Buffers:
+    """Host memory that a step keeps from step to step beside the state, in bytes for each device."""
+
+    gradients: int = 0
+    """in pinned host memory, where a step of several programs puts them"""
+    disks: int = 0
+    """that state of the tier nvme is read into, updated in and written from"""
+    cache: int = 0
+    """of the same tier, what is not read again"""
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.disks + self.cache
+
+
 def tier_bytes(groups: Sequence[GroupSize], tier: str) -> int:
     """Bytes a device of all groups in one tier."""
     return sum(g.bytes_per_device for g in groups if g.tier == tier)
@@ -127,28 +143,24 @@ def tier_bytes(groups: Sequence[GroupSize], tier: str) -> int:
 
 def host_use(
     groups: Sequence[GroupSize],
-    placement: Placement,
+    buffers: Buffers,
     saving: Saving,
     *,
     local_devices: int,
     process_bytes: int,
-    gradient_bytes: int = 0,
     programs: Mapping[str, GpuPlan] = MappingProxyType({}),
     limit: int | None = None,
     limit_source: str = "",
 ) -> Use:
-    """Host memory of one process. `gradient_bytes`: of each device's buffers for gradients in pinned host memory, which a
-    step of several programs keeps; `programs`: what the compiler has planned, if it was asked."""
+    """Host memory of one process. `programs`: what the compiler has planned, if it was asked."""
     copied, whole = saved_bytes(groups, local_devices)
-    on_disk = tier_bytes(groups, "nvme") * local_devices
-    pinned = _pinned_bytes(tier_bytes(groups, "pinned_host") + gradient_bytes, programs) - gradient_bytes
+    pinned = _pinned_bytes(tier_bytes(groups, "pinned_host") + buffers.gradients, programs) - buffers.gradients
     staging, restoring = bounded(copied, saving.staging_bytes), bounded(whole, saving.restore_bytes)
-    slots = min(NVME_SLOTS * placement.bucket_bytes * local_devices, on_disk)
     parts = {
         "state": pinned * local_devices,
-        "gradients": gradient_bytes * local_devices,
-        "buffers for disks": slots,
-        "cache for disks": min(placement.nvme_cache_bytes, on_disk),
+        "gradients": buffers.gradients * local_devices,
+        "buffers for disks": buffers.disks * local_devices,
+        "cache for disks": buffers.cache * local_devices,
         "staging of a save": staging,
         "more while it resumes": max(0, restoring - staging),
         "the process itself": process_bytes,
@@ -213,7 +225,7 @@ def traffic_of(
 ) -> Traffic:
     """What a step moves: by the compiled schedules, or by what lives where if there are none.
 
-    `times`: how often a step runs each program. `gradient_bytes`: as in `host_use`. `is_marking`: whether what goes to disks
+    `times`: how often a step runs each program. `gradient_bytes`: of `Buffers`. `is_marking`: whether what goes to disks
     is fetched once more, for its fingerprints. Of the buckets of state on disks only the largest was compiled: all of them
     move what lives where, the share of it that is exposed is the largest one's.
     """

@@ -1,11 +1,13 @@
 """What of a run is planned: its state, its batch, and the programs that a step is made of."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from jaxckpt.planning.budget import largest_bucket
+from jaxckpt.planning.report import Buffers
 from jaxckpt.run import Run
 from jaxckpt.state.memory import leaf_bytes
 from jaxckpt.state.plan import Placement
@@ -29,27 +31,36 @@ class Subject:
     placement: Placement
     programs: Mapping[str, Part]
     """a step runs them one after the other"""
-    gradient_bytes: int = 0
-    """a device, of the gradients' buffers in pinned host memory; 0 where gradients are on the device alone"""
+    bucket_bytes: int = 0
+    """of each device: the largest bucket that streams through the update"""
+    buffers: Buffers = field(default_factory=Buffers)
+
+
+def outline_of(run: Run) -> tuple[TrainState, Any]:
+    """The plan of the state and of the batch of a run that has not been opened."""
+    return run.plan, run._program._batch
 
 
 def subject_of(run: Run) -> Subject:
     """Traces the step of a run that has not been opened. Allocates nothing."""
     program: Any = run._program
     traced = program._step_fn.trace(program._plan, program._batch)
-    buffers = gradient_buffers(program._step_fn)
-    return Subject(run.plan, program._batch, run._placement, parts_of(traced), buffers)
+    bucket = largest_bucket(run.plan, run._placement.bucket_bytes)
+    return Subject(run.plan, program._batch, run._placement, parts_of(traced), bucket, host_buffers(program._step_fn))
 
 
-def gradient_buffers(step: Any) -> int:
-    """Bytes a device that a step of any kind keeps in pinned host memory for gradients, from step to step."""
+def host_buffers(step: Any) -> Buffers:
+    """Of a step of any kind, whose store need not be open."""
     kept: Any = ()
+    disks = cache = 0
     if isinstance(step, NvmeStep):
         kept = step.beginning.scratch_plan
+        devices = len(step.plan.step.sharding.addressable_devices)
+        disks, cache = step.pipeline.buffer_bytes // devices, step.pipeline.cached_bytes // devices
     elif isinstance(step, TwoPrograms):
         kept = step.gradients.grads_plan
     away = [x for x in jax.tree.leaves(kept) if x.sharding.memory_kind == "pinned_host"]
-    return sum(leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in away)
+    return Buffers(sum(leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in away), disks, cache)
 
 
 def parts_of(traced: Any) -> dict[str, Part]:

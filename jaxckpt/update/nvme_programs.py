@@ -9,7 +9,7 @@ from jax.extend import core
 
 from jaxckpt.errors import PlanError, listed
 from jaxckpt.nvme.array import on_disk
-from jaxckpt.nvme.pipeline import Flow, Moved, Pipeline
+from jaxckpt.nvme.pipeline import Moved, Pipeline
 from jaxckpt.nvme.store import NvmeStore
 from jaxckpt.state import tree
 from jaxckpt.state.mesh import replicated
@@ -76,11 +76,12 @@ class NvmeStep:
         if self._pipeline is not None:
             self._pipeline.close()
 
-    def flow(self) -> Flow:
+    @property
+    def pipeline(self) -> Pipeline:
         if self._pipeline is None:
             buckets = [update.on_disk for update in self.updates]
             self._pipeline = Pipeline(self.store, buckets, cache_bytes=self._cache_bytes)
-        return self._pipeline.step()
+        return self._pipeline
 
 
 class Traced:
@@ -165,7 +166,7 @@ class Compiled:
         for leaf in on_disk(flat).values():
             leaf.check_current()
         given = given_of(step.split, state, batch)
-        with step.flow() as flow:  # reads ahead while the gradient is computed
+        with step.pipeline.step() as flow:  # reads ahead while the gradient is computed
             begun = self._begin(given)
             flow.follow(begun.decided)
             new: Leaves = {f"opt_state/{p}": x for p, x in begun.shared.items()}
