@@ -31,7 +31,7 @@ from jaxckpt.planning.budget import Budget, Choice, refine
 from jaxckpt.planning.choosing import choose, device_parts
 from jaxckpt.planning.gpu import read_plan
 from jaxckpt.planning.limits import budget_of
-from jaxckpt.planning.subject import host_buffers, outline_of, subject_of
+from jaxckpt.planning.subject import outline_of, subject_of
 from jaxckpt.run import Run
 from jaxckpt.snapshot import resume as resuming
 from jaxckpt.snapshot.origin import Origin
@@ -42,6 +42,7 @@ from jaxckpt.state.mesh import make_mesh
 from jaxckpt.state.nvme import tier_of
 from jaxckpt.state.plan import Placement
 from jaxckpt.update.choose import compiler_options
+from jaxckpt.update.moved import host_buffers
 from jaxckpt.update.optimizers import make_optimizer, make_schedule
 
 log = logging.getLogger("jaxckpt")

@@ -126,7 +126,8 @@ class Run:
             self.plan = make_plan(abstract, self.mesh, rules=rules, annotations=parts.annotations, placement=placement)
         gathered = unannotated(self.plan, rules, parts.annotations)
         self._placement = placement
-        self._tiers = Tiers(self.plan, optimizer, placement, run_dir=snapshots and str(snapshots.run_dir))
+        run_dir = snapshots and str(snapshots.run_dir)
+        self._tiers = Tiers(self.plan, optimizer, placement, run_dir=run_dir, microbatches=accumulation_steps)
         step_fn = self._tiers.step_fn = make_any_step(
             parts,
             loss,

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,12 +16,13 @@ from jaxckpt.nvme.store import NvmeStore, is_all_finite
 from jaxckpt.snapshot.direct import Box
 from jaxckpt.state import tree
 from jaxckpt.state.fingerprint import fingerprint
-from jaxckpt.state.memory import leaf_bytes
+from jaxckpt.state.memory import group_sizes
 from jaxckpt.state.mesh import replicated
 from jaxckpt.state.nvme import NvmeStruct, tier_of
 from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import TrainState
 from jaxckpt.update.buckets import make_buckets
+from jaxckpt.update.moved import host_buffers, moved_bytes
 from jaxckpt.update.self_check import self_check
 from jaxckpt.update.split import split_update
 
@@ -37,6 +39,7 @@ class Tiers:
         placement: Placement,
         *,
         run_dir: str | None,
+        microbatches: int,
     ) -> None:
         self._plan, self._optimizer, self._placement = plan, optimizer, placement
         leaves = {path: x for path, x in tree.flatten(plan).items() if isinstance(x, NvmeStruct)}
@@ -47,7 +50,7 @@ class Tiers:
         """the step that moves them, once it is made"""
         self._is_open = False
         self._mesh = plan.step.sharding.mesh
-        self._moved = _moved_bytes(plan)
+        self._microbatches = microbatches
 
     def open(self) -> None:
         """Takes the room that the tier nvme needs. Raises OffloadError where a disk refuses."""
@@ -72,9 +75,9 @@ class Tiers:
         them the step stood still for.
         """
         nvme = getattr(self.step_fn, "moved", None)
-        if not any(self._moved) and nvme is None:
+        to_device, from_device = self._on_the_bus
+        if not (to_device or from_device or nvme):
             return None
-        to_device, from_device = self._moved
         found: dict[str, float] = {"to_device_bytes": to_device, "from_device_bytes": from_device}
         if nvme is not None:
             found |= {
@@ -85,6 +88,18 @@ class Tiers:
                 "nvme_exposed_s": nvme.exposed_s,
             }
         return found
+
+    @cached_property
+    def _on_the_bus(self) -> tuple[int, int]:
+        """Bytes to and from the devices of this process in a step, as the plan has it."""
+        one = moved_bytes(
+            group_sizes(self._plan),
+            gradient_bytes=host_buffers(self.step_fn).gradients,
+            microbatches=self._microbatches,
+            is_marking=getattr(self.step_fn, "is_marking", False),
+        )
+        to_device, from_device = (n * len(self._plan.step.sharding.addressable_devices) for n in one)
+        return to_device, from_device
 
     def close(self) -> None:
         if self.store is not None and self._is_open:
@@ -114,20 +129,3 @@ class Tiers:
 
 def _marks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return fingerprint(x), is_all_finite(x)
-
-
-def _moved_bytes(plan: TrainState) -> tuple[int, int]:
-    """Bytes to and from the devices of this process in a step, as the plan has it: what is read is also written.
-
-    Parameters off the device are fetched for the forward and again for the backward pass. Gradients are left out.
-    """
-    to_device = from_device = 0
-    for path, x in tree.flatten(plan).items():
-        if tier_of(x) == "device":
-            continue
-        nbytes = leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) * len(x.sharding.addressable_devices)
-        fetches = 2 if path.startswith("params/") else 1
-        # With master weights the parameters are only written by the update, else they are read once more for it.
-        fetches += path.startswith("params/") and plan.master is None
-        to_device, from_device = to_device + fetches * nbytes, from_device + nbytes
-    return to_device, from_device

@@ -171,6 +171,29 @@ def test_a_run_chooses_by_its_budget_what_its_plan_says(config_file):
     assert chosen(*wide, "optimizer.accumulation_steps=2").paths
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("opt_state=nvme", "master=pinned_host"),
+        ("params=pinned_host", "master=pinned_host", "opt_state=nvme"),
+        ("params=pinned_host", "grads=pinned_host"),
+    ],
+)
+def test_what_a_run_says_that_it_moves_is_what_its_plan_said(config_file, tmp_path, settings):
+    placed = [f"placement.{s}" for s in (*settings, f"nvme_dir={tmp_path}")]
+    large = ("model.num_layers=1", "model.d_model=512", "model.d_ff=64", "model.compute_dtype=bfloat16")
+    summed = ("data.batch_size=16", "optimizer.accumulation_steps=2")
+    config = load_config(str(config_file), [*placed, *large, *(summed if "grads=pinned_host" in settings else ())])
+    planned = make_plan_report(config, Wanted())
+    on_disk = sum(g.bytes_per_device for g in planned.groups if g.tier == "nvme")
+    assert (on_disk > 0) == ("opt_state=nvme" in settings)
+    with build_unopened(config) as run:
+        moved = run._tiers.moved()
+    # On CPU fingerprints are not made in every step.
+    to_device, from_device = planned.traffic.h2d - on_disk, planned.traffic.d2h
+    assert (moved["to_device_bytes"], moved["from_device_bytes"]) == (8 * to_device, 8 * from_device)
+
+
 def test_where_a_step_can_be_compiled_a_run_asks_what_it_takes_before_it_chooses(config_file):
     small = ("model.num_layers=1", "model.compute_dtype=float32")
 

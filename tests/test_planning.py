@@ -18,7 +18,7 @@ from jaxckpt.errors import PlanError
 from jaxckpt.planning import gpu, hlo
 from jaxckpt.planning.budget import Budget, Needs, choose_placement, patterns, refine
 from jaxckpt.planning.nearest import placement_settings, saving_settings, snapshots_that_fit
-from jaxckpt.planning.report import Buffers, Saving, Use, disk_uses, host_use, state_groups
+from jaxckpt.planning.report import Saving, Use, disk_uses, host_use, state_groups
 from jaxckpt.planning.targets import GIB, TARGETS, describe_for_xla, target_named
 from jaxckpt.snapshot.leaves import leaf_table
 from jaxckpt.snapshot.manifest import FORMAT
@@ -28,6 +28,7 @@ from jaxckpt.state import tree
 from jaxckpt.state.memory import GroupSize, leaf_bytes
 from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import TrainState
+from jaxckpt.update.moved import Buffers
 
 # What jaxlib 0.12.0.1 made of small programs for an H200, without its metadata.
 OVERLAPPING = """HloModule jit_f, is_scheduled=true

@@ -6,12 +6,12 @@ import pytest
 from jaxckpt.planning.budget import Budget, Needs
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.planning.hlo import HostCopy, HostUse
-from jaxckpt.planning.report import A_BUCKET, Buffers, Saving, Traffic, host_use, state_groups, traffic_of
-from jaxckpt.planning.subject import host_buffers
+from jaxckpt.planning.report import A_BUCKET, Saving, Traffic, host_use, state_groups, traffic_of
 from jaxckpt.state import tree
 from jaxckpt.state.memory import GroupSize, leaf_bytes
 from jaxckpt.state.nvme import tier_of
 from jaxckpt.state.plan import Placement
+from jaxckpt.update.moved import Buffers, host_buffers
 from test_layered_nvme import HOST, make, on_disks
 from test_plan_command import CONFIG
 from test_plan_command import plan as plan_of

@@ -12,6 +12,7 @@ from jaxckpt.planning.budget import GENERATIONS, bounded
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.state.memory import GroupSize, group_sizes, leaf_bytes
 from jaxckpt.state.plan import Placement
+from jaxckpt.update.moved import Buffers, fetched_by_update, moved_bytes, off_device, stored
 
 A_BUCKET = "update of a bucket"
 """the program, of a step with state on disks, that stands for those of all buckets: the largest"""
@@ -120,22 +121,6 @@ class Saving:
     snapshots_kept: int
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Host memory that a step keeps from step to step beside the state, in bytes for each device."""
-
-    gradients: int = 0
-    """in pinned host memory, where a step of several programs puts them"""
-    disks: int = 0
-    """that state of the tier nvme is read into, updated in and written from"""
-    cache: int = 0
-    """of the same tier, what is not read again"""
-
-    @property
-    def total(self) -> int:
-        return self.gradients + self.disks + self.cache
-
-
 def tier_bytes(groups: Sequence[GroupSize], tier: str) -> int:
     """Bytes a device of all groups in one tier."""
     return sum(g.bytes_per_device for g in groups if g.tier == tier)
@@ -178,14 +163,8 @@ def _pinned_bytes(lasting: int, programs: Mapping[str, GpuPlan]) -> int:
 def saved_bytes(groups: Sequence[GroupSize], local_devices: int) -> tuple[int, int]:
     """(bytes that a save copies, bytes that it holds) of one process: the next step would overwrite what is copied, also in
     host memory; on disks a save makes links. Copies of one shard on several devices are saved and read once."""
-    held = [(g, min(g.bytes_per_device * local_devices, g.total_bytes)) for g in _stored(groups)]
+    held = [(g, min(g.bytes_per_device * local_devices, g.total_bytes)) for g in stored(groups)]
     return sum(n for g, n in held if g.tier != "nvme"), sum(n for _, n in held)
-
-
-def _stored(groups: Sequence[GroupSize]) -> list[GroupSize]:
-    """What a snapshot holds: the narrow params are derived from the master weights, where there are any."""
-    has_master = any(g.group == "master" for g in groups)
-    return [g for g in groups if not (has_master and g.group == "params")]
 
 
 def disk_uses(
@@ -198,7 +177,7 @@ def disk_uses(
     nvme_source: str = "free in placement.nvme_dir",
 ) -> list[Use]:
     """What the snapshots of the whole run take where they are saved, and the tier nvme on each process's disks."""
-    whole = sum(g.total_bytes for g in _stored(groups))
+    whole = sum(g.total_bytes for g in stored(groups))
     uses = [
         Use(
             "snapshots",
@@ -230,9 +209,9 @@ def traffic_of(
     move what lives where, the share of it that is exposed is the largest one's.
     """
     on_disk = tier_bytes(groups, "nvme")
-    update = {"h2d": _fetched_by_update(groups, gradient_bytes), "d2h": _off_device(groups)}
-    marks = {"h2d": on_disk * is_marking, "d2h": 0}
     if programs:
+        marks = {"h2d": on_disk * is_marking, "d2h": 0}
+        update = {"h2d": fetched_by_update(groups, gradient_bytes), "d2h": off_device(groups)}
         moved = lambda way, of: sum(times[k] * of(p.host) for k, p in programs.items() if k != A_BUCKET)
         total = {way: moved(way, lambda host, way=way: host.total(way)[1]) for way in update}
         bare = {way: moved(way, lambda host, way=way: host.exposed_bytes(way)) for way in update}
@@ -241,25 +220,12 @@ def traffic_of(
                 total[way] += nbytes + marks[way]
                 bare[way] += round(nbytes * _exposed_share(programs[A_BUCKET], way)) + marks[way]
     else:
-        # Forward and backward of each microbatch fetch a layer each, and a sum of gradients is fetched to be added to.
-        layers = 2 * microbatches * _off_device(groups, "params") + gradient_bytes * microbatches * (microbatches > 1)
-        total = {
-            "h2d": layers + update["h2d"] + marks["h2d"],
-            "d2h": gradient_bytes * microbatches + update["d2h"],
-        }
-        bare = total
+        to_device, from_device = moved_bytes(
+            groups, gradient_bytes=gradient_bytes, microbatches=microbatches, is_marking=is_marking
+        )
+        bare = total = {"h2d": to_device, "d2h": from_device}
     disks = on_disk * local_devices
     return Traffic(total["h2d"], total["d2h"], bare["h2d"], bare["d2h"], disks, disks)
-
-
-def _off_device(groups: Sequence[GroupSize], *names: str) -> int:
-    """Bytes a device of what does not live there, of all groups or of some."""
-    return sum(g.bytes_per_device for g in groups if g.tier != "device" and (not names or g.group in names))
-
-
-def _fetched_by_update(groups: Sequence[GroupSize], gradient_bytes: int) -> int:
-    """Bytes a device: gradients from host memory, and all state off the device but params that are derived."""
-    return gradient_bytes + sum(g.bytes_per_device for g in _stored(groups) if g.tier != "device")
 
 
 def _exposed_share(program: GpuPlan, way: str) -> float:

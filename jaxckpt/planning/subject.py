@@ -4,16 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
 from jaxckpt.planning.budget import largest_bucket
-from jaxckpt.planning.report import Buffers
 from jaxckpt.run import Run
-from jaxckpt.state.memory import leaf_bytes
 from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import TrainState
-from jaxckpt.update.nvme_programs import NvmeStep
-from jaxckpt.update.two_programs import TwoPrograms
+from jaxckpt.update.moved import Buffers, host_buffers
 
 
 @dataclass(frozen=True)
@@ -47,20 +42,6 @@ def subject_of(run: Run) -> Subject:
     traced = program._step_fn.trace(program._plan, program._batch)
     bucket = largest_bucket(run.plan, run._placement.bucket_bytes)
     return Subject(run.plan, program._batch, run._placement, parts_of(traced), bucket, host_buffers(program._step_fn))
-
-
-def host_buffers(step: Any) -> Buffers:
-    """Of a step of any kind, whose store need not be open."""
-    kept: Any = ()
-    disks = cache = 0
-    if isinstance(step, NvmeStep):
-        kept = step.beginning.scratch_plan
-        devices = len(step.plan.step.sharding.addressable_devices)
-        disks, cache = step.pipeline.buffer_bytes // devices, step.pipeline.cached_bytes // devices
-    elif isinstance(step, TwoPrograms):
-        kept = step.gradients.grads_plan
-    away = [x for x in jax.tree.leaves(kept) if x.sharding.memory_kind == "pinned_host"]
-    return Buffers(sum(leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in away), disks, cache)
 
 
 def parts_of(traced: Any) -> dict[str, Part]:
