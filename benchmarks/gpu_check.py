@@ -228,7 +228,7 @@ def nvme(size, is_dry):
     from jaxckpt import Placement
 
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as there:
-        disk = step_time(size, is_dry, Placement(opt_state="nvme", nvme_dirs=(there,)))
+        disk = step_time(size, is_dry, Placement(opt_state="nvme", nvme_dir=(there,)))
     host = step_time(size, is_dry, Placement(opt_state="pinned_host"))
     same = disk["loss_bits"] == host["loss_bits"]
     return {"nvme": disk, "pinned_host": host, "is_exact": same, "ratio": disk["step_s"] / host["step_s"]}

@@ -63,7 +63,7 @@ def make_jaxckpt(tier: str, directory: str) -> Step:
             x = jnp.tanh(x + weight[...].mean(axis=0))
         return jnp.square(x.astype(jnp.float32)).mean(axis=-1).sum(), jnp.int32(x.shape[0])
 
-    tx, placement = optax.adamw(LR), Placement(master=tier, opt_state=tier, nvme_dirs=(directory,))
+    tx, placement = optax.adamw(LR), Placement(master=tier, opt_state=tier, nvme_dir=(directory,))
     mesh = make_mesh()
     model, abstract, init = take_apart(Tower, tx, seed=0, compute_dtype="bfloat16")
     plan = make_plan(abstract, mesh, rules=[], placement=placement)

@@ -44,7 +44,7 @@ class Tiers:
         self._plan, self._optimizer, self._placement = plan, optimizer, placement
         leaves = {path: x for path, x in tree.flatten(plan).items() if isinstance(x, NvmeStruct)}
         name = hashlib.sha256(run_dir.encode()).hexdigest()[:16] if run_dir else uuid.uuid4().hex[:16]
-        self.store = NvmeStore(placement.nvme_dirs, leaves, run_id=name) if leaves else None
+        self.store = NvmeStore(placement.nvme_dir, leaves, run_id=name) if leaves else None
         """the files of the tier nvme; None where nothing is in it"""
         self.step_fn: Any = None
         """the step that moves them, once it is made"""

@@ -236,6 +236,19 @@ def test_malformed_overrides_are_reported_beside_other_problems():
             ["placement.opt_state=pinned_host", "placement.budget.device=1GiB"],
             "placement.budget: it chooses the tiers itself, and placement.opt_state is given too",
         ),
+        (["placement.nvme_cache_bytes=1GiB"], "placement.nvme_cache_bytes: it is for state on local disks, and "),
+        (
+            ["placement.budget.nvme=1GiB"],
+            "placement.budget.nvme: it is for state on local disks, and placement.nvme_dir is",
+        ),
+        (
+            ["placement.budget.device=24GiX"],
+            "placement.budget.device: expected a number of bytes such as 512MiB or 4GB or null, found '24GiX'",
+        ),
+        (
+            ["placement.bucket_bytes=1.5.5GiB"],
+            "placement.bucket_bytes: expected a number of bytes such as 512MiB or 4GB, found",
+        ),
         (["model.remat=offload"], "model.remat: offload needs model.scan_layers: false"),
         (["placement.opt_state=tape"], "placement.opt_state: expected one of device, pinned_host, nvme, found 'tape'"),
         (["snapshots.keep=0"], "snapshots.keep: expected an integer greater than 0, found 0"),

@@ -37,9 +37,7 @@ class Tall(Stack):
 
 
 def on_disks(tmp_path, **changes):
-    return dataclasses.replace(
-        HOST, **{"master": "nvme", "opt_state": "nvme", "nvme_dirs": (str(tmp_path),), **changes}
-    )
+    return dataclasses.replace(HOST, **{"master": "nvme", "opt_state": "nvme", "nvme_dir": (str(tmp_path),), **changes})
 
 
 def make(
@@ -58,8 +56,8 @@ def make(
     plan = make_plan(abstract, mesh, annotations=model.annotations, placement=placement)
     like = structs(rows(0), mesh)
     leaves = on_disk(tree.flatten(plan))
-    assert bool(leaves) == bool(placement.nvme_dirs)
-    store = NvmeStore(placement.nvme_dirs, leaves, run_id="run") if leaves else None
+    assert bool(leaves) == bool(placement.nvme_dir)
+    store = NvmeStore(placement.nvme_dir, leaves, run_id="run") if leaves else None
     args = {"seed": 0, "gathered": unannotated(plan, (), model.annotations), "compute_dtype": compute_dtype, **args}
     args |= {"layers": layers, "store": store, "placement": placement}
     loss: Any = None  # that of the layers is taken

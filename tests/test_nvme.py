@@ -62,7 +62,7 @@ def batch_of(i, *, is_bad=False):
 def make(tx, tier, tmp_path, mesh, *, loss=squared_error, compute_dtype=None, bucket_bytes=1 << 20, cache=0, **args):
     """(step as a Program has it, state, store or None)."""
     placement = Placement(
-        master=tier, opt_state=tier, nvme_dirs=(str(tmp_path),), bucket_bytes=bucket_bytes, nvme_cache_bytes=cache
+        master=tier, opt_state=tier, nvme_dir=(str(tmp_path),), bucket_bytes=bucket_bytes, nvme_cache_bytes=cache
     )
     model, abstract, init = take_apart(Wide, tx, seed=0, compute_dtype=compute_dtype)
     plan = make_plan(abstract, mesh, rules=[("kernel", P("fsdp")), ("bias", P())], placement=placement)

@@ -46,7 +46,7 @@ def disk(tmp_path, *names, **groups):
     dirs = [str(tmp_path / name) for name in names or ["nvme"]]
     for one in dirs:
         os.makedirs(one, exist_ok=True)
-    return Placement(opt_state="nvme", nvme_dirs=tuple(dirs), **groups)
+    return Placement(opt_state="nvme", nvme_dir=tuple(dirs), **groups)
 
 
 def init(step=0, compute_dtype=None):
@@ -78,7 +78,7 @@ def state_of(step, plan, store=None):
 def store_of(plan, placement):
     leaves = {path: x for path, x in tree.flatten(plan).items() if isinstance(x, NvmeStruct)}
     assert leaves
-    return NvmeStore(placement.nvme_dirs, leaves, run_id="test")
+    return NvmeStore(placement.nvme_dir, leaves, run_id="test")
 
 
 def snapshot_of(state, plan):
@@ -204,16 +204,16 @@ def test_a_snapshot_of_any_tier_is_restored_to_any_other_tier_and_mesh_bit_for_b
     for name, (place, axes) in LAYOUTS.items():
         placement = place(tmp_path)
         plan = planned(placement, **axes)
-        with store_of(plan, placement) if placement and placement.nvme_dirs else nothing() as store:
+        with store_of(plan, placement) if placement and placement.nvme_dir else nothing() as store:
             save(snapshots, state_of(1, plan, store), plan)
             assert verify(snapshots.root, 1) == []
         tier = inspect(snapshots.root, 1)["leaves"]["opt_state/mu/w"]["tier"]
-        assert tier == ("nvme" if placement and placement.nvme_dirs else name)
+        assert tier == ("nvme" if placement and placement.nvme_dir else name)
         assert same_arrays(final_leaves(tmp_path / "run"), expected), f"plain Orbax reads other bits of {name}"
         for target, (place, axes) in LAYOUTS.items():
             placement = place(tmp_path)
             plan = planned(placement, **axes)
-            with store_of(plan, placement) if placement and placement.nvme_dirs else nothing() as store:
+            with store_of(plan, placement) if placement and placement.nvme_dir else nothing() as store:
                 found = snapshots.restore(1, plan, store=store).state
                 assert same(found, expected), f"{name} to {target}"
                 assert jax.tree.map(tier_of, found) == jax.tree.map(tier_of, plan)

@@ -208,7 +208,7 @@ def test_everything_that_is_wrong_with_a_placement_is_told_at_once():
     with pytest.raises(PlanError) as refused:
         make_plan(state, MESH, placement=wrong)
     for line in (
-        "placement.params: the tier nvme needs placement.nvme_dirs",
+        "placement.params: the tier nvme needs placement.nvme_dir",
         "placement.master: 'disk' is no tier; there are device, pinned_host, nvme",
         "placement.grads: 'nvme' is no tier; there are device, pinned_host",
         "placement.paths: 'nowhere' is found in no path of the state",
@@ -219,7 +219,7 @@ def test_everything_that_is_wrong_with_a_placement_is_told_at_once():
 
 
 def test_a_leaf_takes_the_tier_of_its_path_before_that_of_its_group():
-    placement = Placement(opt_state="pinned_host", paths=(("/nu/", "nvme"), ("inner", "device")), nvme_dirs=("/d",))
+    placement = Placement(opt_state="pinned_host", paths=(("/nu/", "nvme"), ("inner", "device")), nvme_dir=("/d",))
     plan, _ = plan_of(lambda rngs: Mlp(rngs, width=2**14), optax.adam(1e-3), placement=placement)
     plan = tree.flatten(plan)
     found = {path: tier_of(x) for path, x in plan.items() if path.startswith("opt_state")}

@@ -187,6 +187,7 @@ def test_what_a_run_says_that_it_moves_is_what_its_plan_said(config_file, tmp_pa
     planned = make_plan_report(config, Wanted())
     on_disk = sum(g.bytes_per_device for g in planned.groups if g.tier == "nvme")
     assert (on_disk > 0) == ("opt_state=nvme" in settings)
+    assert planned.placement.grads == ("pinned_host" if "params=pinned_host" in settings else "device")
     with build_unopened(config) as run:
         moved = run._tiers.moved()
     # On CPU fingerprints are not made in every step.
@@ -222,6 +223,20 @@ def test_state_on_disks_is_planned_with_the_rooms_of_its_largest_weights(config_
     assert cached["cache for disks"] == found["nvme"]["total"] // 2 and "buffers for disks" not in cached
     config = load_config(str(config_file), ["placement.budget.nvme=1", *settings[2:]])
     assert nvme_limit(config) == (1, "placement.budget.nvme")
+
+
+def test_what_no_plan_can_be_made_of_is_told_by_its_name(config_file, tmp_path):
+    refused = lambda *settings: CliRunner().invoke(app, ["plan", "--config", str(config_file), *settings])
+    (tmp_path / "file").touch()
+    for settings, told in [
+        (("--device-memory", "24GiX"), "--device-memory '24GiX': expected a size as in"),
+        (
+            ("placement.opt_state=nvme", f"placement.nvme_dir={tmp_path / 'file'}"),
+            "placement.nvme_dir: .*file: not a dir",
+        ),
+    ]:
+        result = refused(*settings)
+        assert result.exit_code == 2 and re.search(told, " ".join(result.output.split())), result.output
 
 
 def test_on_this_machine_the_compiled_step_counts(config_file):

@@ -208,7 +208,7 @@ NEEDS = Needs(working_bytes=1000, host_bytes=5000)
 
 
 def choose(plan, budget, needs=NEEDS):
-    return choose_placement(plan, budget, needs=needs, bucket_bytes=1 << 16, nvme_dirs=("/disk",))
+    return choose_placement(plan, budget, needs=needs, bucket_bytes=1 << 16, nvme_dir=("/disk",))
 
 
 @settings(deadline=None, max_examples=80)
@@ -284,7 +284,7 @@ def test_moments_leave_first_then_master_weights_then_parameters_and_the_disk_ta
         choose(plan, Budget(device=budget.device + 1, host=host - 1), Needs())
     part = choose(plan, Budget(device=budget.device + 1, host=host * 2 // 3, nvme=None), Needs()).placement
     assert part.tier("opt_state/mu/w0", plan.opt_state["mu"]["w0"]) == "nvme" and part.params == "pinned_host"
-    assert part.nvme_dirs == ("/disk",)
+    assert part.nvme_dir == ("/disk",)
 
 
 def test_a_whole_branch_is_one_pattern_and_patterns_find_nothing_else():
@@ -354,7 +354,7 @@ def test_a_budget_counts_what_a_save_takes_of_the_host_and_that_disks_take_nothi
 
 
 def test_only_what_is_another_setting_is_suggested():
-    given = Placement(master="pinned_host", bucket_bytes=5, nvme_dirs=("/a",))
+    given = Placement(master="pinned_host", bucket_bytes=5, nvme_dir=("/a",))
     assert placement_settings(given, given) == []
     assert placement_settings(Placement(bucket_bytes=5), given) == ["placement.master=device"]
     assert placement_settings(replace(given, opt_state="nvme", paths=(("^a$", "device"),)), given) == [

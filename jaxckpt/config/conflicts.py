@@ -109,6 +109,10 @@ def _of_placement(values: Values) -> Iterator[str]:
     on_disk = [key for key, tier in tiers.items() if tier == "nvme"]
     if on_disk and values.get("placement.nvme_dir", "") is None:
         yield f"placement.nvme_dir: null, and {on_disk[0]} is nvme; give a directory on a local disk"
+    elif values.get("placement.nvme_dir", "") is None:
+        for key in ("placement.nvme_cache_bytes", "placement.budget.nvme"):
+            if values.get(key):
+                yield f"{key}: it is for state on local disks, and placement.nvme_dir is null; give a directory on one"
     has_budget = any(value for key, value in values.items() if key.startswith("placement.budget."))
     if has_budget and (moved := [key for key, tier in tiers.items() if tier not in (None, "device")]):
         yield f"placement.budget: it chooses the tiers itself, and {moved[0]} is given too; leave one of the two out"

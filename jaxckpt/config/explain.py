@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from jaxckpt.config.sections import RunConfig
 from jaxckpt.config.tree import Section, all_keys, sections_of, variant_name
+from jaxckpt.config.values import SIZE
 
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", NoneType: "null"}
 
@@ -44,6 +45,8 @@ def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return "mapping with text keys" if free else f"mapping of {type_text(args[0])} to {type_text(args[1])}"
     if sections_of(annotation):
         return "section"
+    if SIZE in flat:
+        return "number of bytes such as 512MiB or 4GB"
     if "pattern" in bound:
         return "text like host:port" if "\\d" in bound["pattern"] else "text like pkg.mod:thing"
     if {"gt", "ge"} & set(bound) and {"lt", "le"} & set(bound):

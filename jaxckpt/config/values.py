@@ -34,7 +34,7 @@ def _number(value: Any) -> Any:
 
 def _bytes(value: Any) -> Any:
     """A number of bytes, or a text such as 512MiB, 4GiB or 4GB."""
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*([\d.]+)\s*([KMGT])(i?)B\s*", value)):
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", value)):
         return int(float(match[1]) * (1024 if match[3] else 1000) ** (" KMGT".index(match[2])))
     return value
 
@@ -79,7 +79,8 @@ def _run_directory(value: str) -> str:
 
 Int = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Int, Field(gt=0)]
-Bytes = Annotated[Count, BeforeValidator(_bytes)]
+SIZE = BeforeValidator(_bytes)
+Bytes = Annotated[Count, SIZE]
 Index = Annotated[Int, Field(ge=0)]
 Float = Annotated[float, BeforeValidator(_number)]
 Positive = Annotated[Float, Field(gt=0)]

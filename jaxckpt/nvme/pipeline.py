@@ -322,7 +322,7 @@ class Flow:
                 slow = ", ".join(f"{file} for {now - since:.3g} s" for file, since in sorted(self._active.items()))
                 raise OffloadError(
                     f"waited {self._pipeline.wait_s} s to {what}; now moving {slow or 'nothing'}. The disk is too slow or "
-                    f"hangs: place less on it, name more directories in nvme_dirs, or raise wait_s. {WAY_OUT}"
+                    f"hangs: place less on it, name more directories in nvme_dir, or raise wait_s. {WAY_OUT}"
                 )
 
     def _idle_since(self, started: float) -> float:

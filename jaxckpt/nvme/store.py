@@ -66,7 +66,7 @@ class NvmeStore:
         room for two generations and for `snapshot_copies` more, which is what linked snapshots come to hold.
         """
         if not dirs or len(set(map(os.path.realpath, dirs))) < len(dirs):
-            raise PlanError(f"nvme_dirs must name one or several different directories; found {list(dirs)}")
+            raise PlanError(f"nvme_dir must name one or several different directories; found {list(dirs)}")
         self._roots = [os.path.join(d, f"{run_id}.p{jax.process_index()}") for d in dirs]
         self._snapshot_copies, self._is_open = snapshot_copies, False
         self.counters, self.rooms = Counters(), Rooms(0)
@@ -267,7 +267,7 @@ class NvmeStore:
             raise UnusableDiskError(
                 "the disks of the nvme tier have too little room:\n"
                 + listed(problems)
-                + "\nFree some, name more directories in nvme_dirs, or place less of the state on nvme."
+                + "\nFree some, name more directories in nvme_dir, or place less of the state on nvme."
             )
 
     def _make_files(self) -> None:
@@ -306,9 +306,9 @@ def told(error: Exception, file: str, doing: str) -> Exception:
     elif no in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENXIO, errno.ENODEV):
         hint = "the file or its disk is gone. See that the directory stays there while the run lives"
     elif no in (errno.EROFS, errno.EACCES, errno.EPERM):
-        hint = "it may not be written. Name a directory in nvme_dirs that this process may write to"
+        hint = "it may not be written. Name a directory in nvme_dir that this process may write to"
     else:
-        hint = "the disk fails. Name a directory on another one in nvme_dirs"
+        hint = "the disk fails. Name a directory on another one in nvme_dir"
     return OffloadError(f"{file}: {doing}: {what} (errno {no}): {hint}. {WAY_OUT}")
 
 

@@ -103,7 +103,7 @@ def choose_placement(
     needs: Needs = Needs(),
     local_devices: int | None = None,
     bucket_bytes: int = 128 << 20,
-    nvme_dirs: tuple[str, ...] = (),
+    nvme_dir: tuple[str, ...] = (),
 ) -> Choice:
     """The cheapest placement that fits `budget`, for the state of `plan` (its tiers do not matter).
 
@@ -116,7 +116,7 @@ def choose_placement(
         raise DoesNotFit(room.refusal(budget, found))
     away, disk = found
     return Choice(
-        room.placement(away, disk, nvme_dirs),
+        room.placement(away, disk, nvme_dir),
         room.device_sizes[away],
         room.host_sizes(away)[disk],
         room.disk_sizes(away)[disk],
@@ -188,7 +188,7 @@ class _Room:
         """Bytes on the disks of each process, for the same numbers of leaves."""
         return list(accumulate((GENERATIONS * x.once_bytes for x in self._for_disks(away)), initial=0))
 
-    def placement(self, away: int, disk: int, nvme_dirs: tuple[str, ...]) -> Placement:
+    def placement(self, away: int, disk: int, nvme_dir: tuple[str, ...]) -> Placement:
         on_disk = {x.path for x in self._for_disks(away)[:disk]}
         tiers: dict[str, Tier] = {x.path: "nvme" if x.path in on_disk else "pinned_host" for x in self._gone(away)}
         groups: dict[str, Tier] = {}
@@ -203,7 +203,7 @@ class _Room:
             opt_state=groups["opt_state"],
             grads="pinned_host" if self._do_gradients_leave(away, disk) else "device",
             paths=tuple(paths),
-            nvme_dirs=nvme_dirs if disk else (),
+            nvme_dir=nvme_dir if disk else (),
             bucket_bytes=self.bucket_bytes,
         )
 

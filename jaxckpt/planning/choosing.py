@@ -46,7 +46,7 @@ def choose(
             needs=needs,
             local_devices=local_devices,
             bucket_bytes=config.placement.bucket_bytes,
-            nvme_dirs=tuple(config.placement.nvme_dir or ()),
+            nvme_dir=tuple(config.placement.nvme_dir or ()),
         )
 
     try:

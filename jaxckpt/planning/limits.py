@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxckpt import config as cf
 from jaxckpt.data.command import parse_bytes
+from jaxckpt.errors import DataError, PlanError
 from jaxckpt.planning import guards
 from jaxckpt.planning.budget import Budget
 from jaxckpt.planning.targets import Target
@@ -44,6 +45,8 @@ def host_limit(budget: Budget | None, given: str | None, *, is_here: bool) -> Li
 def nvme_limit(config: cf.RunConfig) -> Limit:
     """Of the disks of each process."""
     section = config.placement
+    if odd := [d for d in section.nvme_dir or () if os.path.exists(d) and not os.path.isdir(d)]:
+        raise PlanError(f"placement.nvme_dir: {', '.join(odd)}: not a directory; give one on a local disk")
     found = _given(section.budget.nvme, "placement.budget.nvme", None, "")
     free = [free_bytes(d) for d in section.nvme_dir or ()]
     if known := [n for n in free if n is not None]:
@@ -65,7 +68,10 @@ def free_bytes(directory: Any) -> int | None:
 
 def _given(budget: int | None, key: str, text: str | None, option: str) -> list[tuple[int, str]]:
     found = [] if budget is None else [(budget, key)]
-    return [*found, (parse_bytes(text), option)] if text else found
+    try:
+        return [*found, (parse_bytes(text), option)] if text else found
+    except DataError as e:
+        raise PlanError(f"{option} {e}") from e
 
 
 def _least(found: list[tuple[int, str]]) -> Limit:

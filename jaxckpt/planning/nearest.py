@@ -19,8 +19,8 @@ def placement_settings(placement: Placement, given: Placement = Placement()) -> 
         lines.append(
             f"placement.paths={paths}" + (" (in the file, in the place of those there)" if given.paths else "")
         )
-    if placement.nvme_dirs and placement.nvme_dirs != given.nvme_dirs:
-        lines.append(f"placement.nvme_dir=[{', '.join(placement.nvme_dirs)}]")
+    if placement.nvme_dir and placement.nvme_dir != given.nvme_dir:
+        lines.append(f"placement.nvme_dir=[{', '.join(placement.nvme_dir)}]")
     return lines
 
 

@@ -209,9 +209,9 @@ class _Planner:
         else:
             rates = bandwidth.measured_here(self.devices) if self.wanted.target == "cpu" else Rates()
         is_disk_known = given.get("disk_read") and given.get("disk_write")
-        if placement.nvme_dirs and not is_disk_known and Path(placement.nvme_dirs[0]).is_dir():
-            read, write = bandwidth.measure_disk(placement.nvme_dirs[0])
-            count = len(placement.nvme_dirs)
+        if placement.nvme_dir and not is_disk_known and Path(placement.nvme_dir[0]).is_dir():
+            read, write = bandwidth.measure_disk(placement.nvme_dir[0])
+            count = len(placement.nvme_dir)
             rates = bandwidth.with_given(
                 rates,
                 {
@@ -274,7 +274,7 @@ def _as_config(placement: Placement, section: Any) -> Any:
         opt_state=placement.opt_state,
         grads=placement.grads,
         paths=dict(placement.paths),
-        nvme_dir=list(placement.nvme_dirs) or None,
+        nvme_dir=list(placement.nvme_dir) or None,
         nvme_cache_bytes=section.nvme_cache_bytes,
         bucket_bytes=placement.bucket_bytes,
     )

@@ -1,7 +1,7 @@
 """What of a run is planned: its state, its batch, and the programs that a step is made of."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxckpt.planning.budget import largest_bucket
@@ -40,8 +40,11 @@ def subject_of(run: Run) -> Subject:
     """Traces the step of a run that has not been opened. Allocates nothing."""
     program: Any = run._program
     traced = program._step_fn.trace(program._plan, program._batch)
-    bucket = largest_bucket(run.plan, run._placement.bucket_bytes)
-    return Subject(run.plan, program._batch, run._placement, parts_of(traced), bucket, host_buffers(program._step_fn))
+    buffers, placement = host_buffers(program._step_fn), run._placement
+    if buffers.gradients:
+        placement = replace(placement, grads="pinned_host")  # asked for or not
+    bucket = largest_bucket(run.plan, placement.bucket_bytes)
+    return Subject(run.plan, program._batch, placement, parts_of(traced), bucket, buffers)
 
 
 def parts_of(traced: Any) -> dict[str, Part]:

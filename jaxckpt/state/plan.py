@@ -41,12 +41,16 @@ class Placement:
     opt_state: Tier = "device"
     grads: Literal["device", "pinned_host"] = "device"
     paths: tuple[tuple[str, Tier], ...] = ()
-    nvme_dirs: tuple[str, ...] = ()
-    """directories on local disks; several are used as stripes"""
+    nvme_dir: tuple[str, ...] = ()
+    """a directory on a local disk, or several, which are used as stripes"""
     nvme_cache_bytes: int = 0
     """host memory for buckets of the nvme tier that need not be read again"""
     bucket_bytes: int = 128 << 20
     """of state that is fetched, updated and written back together on each device"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nvme_dir, str):
+            object.__setattr__(self, "nvme_dir", (self.nvme_dir,))
 
     def to_json(self) -> dict[str, Any]:
         """As a snapshot's meta holds it."""
@@ -176,8 +180,8 @@ def _check_placement(placement: Placement, paths: Sequence[str], mesh: Mesh, pro
             problems.append(f"placement.{name}: {tier!r} is no tier; there are {', '.join(known)}")
         elif tier != "device" and "pinned_host" not in kinds:
             problems.append(f"placement.{name}: this {device.platform} device has no pinned_host memory, only {kinds}")
-        elif tier == "nvme" and not placement.nvme_dirs:
-            problems.append(f"placement.{name}: the tier nvme needs placement.nvme_dirs, a directory on a local disk")
+        elif tier == "nvme" and not placement.nvme_dir:
+            problems.append(f"placement.{name}: the tier nvme needs placement.nvme_dir, a directory on a local disk")
     for pattern, _ in placement.paths:
         found = [path for path in paths if re.search(pattern, path)]
         if not found:
