@@ -57,9 +57,8 @@ def test_moments_on_the_host_are_written_in_place_and_move_once_each_way(case):
     assert plan.host_argument_bytes >= 0.99 * sizes["opt_state"]
     assert plan.host.total("h2d")[1] == plan.host.total("d2h")[1] == plan.host_argument_bytes
     assert plan.problems() == []
-    if case == "1 x 24 GB":  # several cards were not asked to overlap
-        assert plan.host.exposed_bytes("d2h") == 0
-        assert any(copy.is_overlapped for copy in plan.host.copies if copy.direction == "h2d")
+    assert any(copy.is_overlapped for copy in plan.host.copies if copy.direction == "h2d")
+    assert plan.host.exposed_bytes("d2h") <= (0 if case == "1 x 24 GB" else 0.5) * plan.host_output_bytes
 
 
 def test_a_sum_on_the_host_is_told_and_the_process_stays_on_cpu():
