@@ -70,7 +70,7 @@ class Beginning:
         if self.snapshots:
             self.snapshots.open(self.group)
             self.snapshots.check_space(self.plan)
-        self.tiers.open()
+        self.tiers.open(self.group, run_dir=self.snapshots and self.snapshots.run_dir)
         while True:
             step = resuming.choose(self.snapshots, self.resume) if self.snapshots else None
             try:

@@ -11,7 +11,9 @@ import jax
 import numpy as np
 import optax
 
+from jaxckpt.distributed.sync import Group
 from jaxckpt.nvme.array import NvmeArray
+from jaxckpt.nvme.directories import sweep_former
 from jaxckpt.nvme.store import NvmeStore, is_all_finite
 from jaxckpt.snapshot.direct import Box
 from jaxckpt.state import tree
@@ -52,8 +54,11 @@ class Tiers:
         self._mesh = plan.step.sharding.mesh
         self._microbatches = microbatches
 
-    def open(self) -> None:
-        """Takes the room that the tier nvme needs. Raises OffloadError where a disk refuses."""
+    def open(self, group: Group, *, run_dir: Any = None) -> None:
+        """Takes the room that the tier nvme needs, and gives back what former lives of the run have left; all processes call
+        it. `run_dir`: the path of the run's own directory, if it has one. Raises OffloadError where a disk refuses."""
+        if run_dir is not None:
+            sweep_former(run_dir / "nvme.json", [] if self.store is None else self._placement.nvme_dir, group)
         if self.store is not None and not self._is_open:
             self.store.open()
             self._is_open = True

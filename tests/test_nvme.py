@@ -1,6 +1,7 @@
 """State on local disks: the bits of state in memory, a previous generation that survives, and errors that say what to do."""
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -18,8 +19,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxckpt.distributed.sync import Group
 from jaxckpt.errors import OffloadError, PlanError, UnusableDiskError
 from jaxckpt.nvme.array import on_disk
+from jaxckpt.nvme.directories import sweep_former, take
 from jaxckpt.nvme.pipeline import Pipeline
 from jaxckpt.nvme.store import NvmeStore, is_all_finite
 from jaxckpt.state import tree
@@ -431,6 +434,33 @@ def test_a_store_is_one_process_s_own_and_begins_empty(tmp_path):
             assert not list(left.rglob("copy"))
     with pytest.raises(PlanError, match="different directories"):
         NvmeStore([str(tmp_path), f"{tmp_path}/."], LEAVES, run_id="run")
+
+
+def test_what_killed_runs_have_left_is_removed_and_what_lives_is_not(tmp_path):
+    def left_in(directory, run="0123456789abcdef.p7"):
+        file = directory / run / "work" / "large"
+        file.parent.mkdir(parents=True)
+        file.write_text("of a killed process")
+        (directory / run / "lock").touch()
+        return file
+
+    now, former, elsewhere = (tmp_path / name for name in ("now", "former", "gone"))
+    dead, alive, foreign = left_in(now), left_in(now, "fedcba9876543210.p0"), left_in(now, "photographs.p1")
+    with take(str(alive.parents[1])), streaming(now):
+        assert not dead.exists() and alive.exists() and foreign.exists()
+    group, record = Group(timeout_s=10), tmp_path / "nvme.json"
+    named = lambda: json.loads(record.read_text())
+    sweep_former(record, [], group)
+    assert not record.exists(), "a run that was never on disks leaves no list"
+    sweep_former(record, [str(former), str(elsewhere)], group)
+    file = left_in(former)
+    sweep_former(record, [str(former), str(now)], group)
+    assert file.exists() and named() == [str(former), str(now), str(elsewhere)], "which is not there, and may come back"
+    sweep_former(record, [str(now)], group)
+    assert not file.exists() and named() == [str(now), str(elsewhere)]
+    record.write_text('["cut sho')
+    sweep_former(record, [str(now)], group)
+    assert named() == [str(now)]
 
 
 ON_OTHER_FILE_SYSTEMS = """

@@ -10,7 +10,6 @@ journal, no sync and no order of writes; a store begins with an empty directory.
 
 import contextlib
 import errno
-import fcntl
 import functools
 import logging
 import os
@@ -27,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxckpt.errors import OffloadError, PlanError, UnusableDiskError, listed
 from jaxckpt.nvme.array import KEPT, Marks, NvmeArray, Place, box_of, holders, layout_of
+from jaxckpt.nvme.directories import sweep, sweep_abandoned, take
 from jaxckpt.nvme.rooms import Rooms, shards, view
 from jaxckpt.snapshot.direct import Box, DamagedFile, Layout, read_shard, write_shard
 from jaxckpt.snapshot.direct_file import Counters, File, make_file
@@ -74,12 +74,13 @@ class NvmeStore:
         self._leaves = self._lay_out(leaves)
 
     def open(self) -> None:
-        """Takes the directories, with all the room that the leaves need in them, and removes what a killed run has left."""
+        """Takes the directories, with all the room that the leaves need in them, and removes what killed runs have left."""
         assert not self._is_open, "open() comes once"
         try:
             for root in self._roots:
-                self._locks.append(_lock(root))
-                _sweep(root)
+                self._locks.append(take(root))
+                sweep(root)
+                sweep_abandoned(os.path.dirname(root))
             self._check_space(self._snapshot_copies)
             self._make_files()
             self._is_open = True
@@ -331,34 +332,6 @@ def _marker(sharding: NamedSharding) -> Any:
 def is_all_finite(x: jax.Array) -> jax.Array:
     """bool[], under jit; whole numbers always are."""
     return jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.bool_(True)
-
-
-def _lock(root: str) -> TextIO:
-    os.makedirs(root, exist_ok=True)
-    file = open(os.path.join(root, "lock"), "a+")  # noqa: SIM115 (open as long as the lock is held)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
-        raise OffloadError(
-            f"{root} is in use by another process (number {owner}) of a run with the same id. Stop that one, or close the Run "
-            "of this process that holds it."
-        ) from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
-
-
-def _sweep(root: str) -> None:
-    """Removes what a process that was killed has left."""
-    for entry in os.scandir(root):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        elif entry.name != "lock":
-            os.unlink(entry.path)
 
 
 def _size(nbytes: int) -> str:

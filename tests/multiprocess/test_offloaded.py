@@ -34,8 +34,13 @@ def test_killed_with_state_on_the_disks_of_two_processes_both_go_on_in_the_same_
     output = run_two(run, f"steps={steps}", *settings)[0]
     assert f"continues after step {newest}" in output and "│ nvme " in output, "some leaves are large enough for a file"
     assert numbers(run) == before
-    assert f"continues after step {steps}" in train(run, f"steps={steps + 1}", *settings)
-    for line in read_metrics(run / "metrics.jsonl"):
+    # What a killed process has left is removed, though nothing is on disks any more.
+    [left] = disks.glob("*.p1")
+    (left / "work").mkdir()
+    (left / "work" / "file").write_text("of two gigabytes")
+    moved = ("placement.opt_state=pinned_host", *TINY)
+    assert f"continues after step {steps}" in train(run, f"steps={steps + 1}", *moved)
+    for line in read_metrics(run / "metrics.jsonl")[:-1]:
         busy_s = line["offload"]["nvme_hidden_s"] + line["offload"]["nvme_exposed_s"]
         assert line["tokens"] / line["tokens_per_s"] >= busy_s, "a step lasts as long as its disks work, saved or not"
     assert not [file for file in disks.rglob("*") if file.is_file() and file.name != "lock"], "nothing outlives a run"
