@@ -23,7 +23,7 @@ SIZES = {
     # Llama shapes: about 1.1 and 6.7 thousand million parameters.
     "1b": {"num_layers": 22, "d_model": 2048, "num_heads": 16, "num_kv_heads": 16, "d_ff": 5632, "vocab_size": 32000},
     "7b": {"num_layers": 32, "d_model": 4096, "num_heads": 32, "num_kv_heads": 32, "d_ff": 11008, "vocab_size": 32000},
-    "dry": {"num_layers": 1, "d_model": 128, "num_heads": 2, "num_kv_heads": 2, "d_ff": 1024, "vocab_size": 256},
+    "dry": {"num_layers": 1, "d_model": 128, "num_heads": 2, "num_kv_heads": 2, "d_ff": 1024, "vocab_size": 512},
 }
 # (part, size, seconds it may take); what matters most comes first.
 PARTS = (
@@ -33,11 +33,14 @@ PARTS = (
     ("whole-tree", "1b", 100),
     ("resume", "1b", 120),
     ("nvme", "1b", 120),
+    ("budget", "1b", 100),
     ("ours", "7b", 200),
     ("device", "7b", 200),
     ("whole-tree", "7b", 200),
 )
-DRY_PARTS = tuple((part, "dry", 40) for part in ("transfers", "ours", "device", "whole-tree", "resume", "nvme"))
+DRY_PARTS = tuple(
+    (part, "dry", 40) for part in ("transfers", "ours", "device", "whole-tree", "resume", "nvme", "budget")
+)
 
 
 class Examples:
@@ -234,6 +237,40 @@ def nvme(size, is_dry):
     return {"nvme": disk, "pinned_host": host, "is_exact": same, "ratio": disk["step_s"] / host["step_s"]}
 
 
+def budget(size, is_dry):
+    """A run whose placement a budget chooses, of two thirds of what it would take of the device: whether it keeps within."""
+    from jaxckpt.build import build
+    from jaxckpt.config import load_config
+    from jaxckpt.planning.compare import measure
+
+    shape = SIZES[size]
+    layer = 4 * shape["d_model"] ** 2 + 3 * shape["d_model"] * shape["d_ff"]
+    parameters = 2 * shape["vocab_size"] * shape["d_model"] + shape["num_layers"] * layer
+    limit = 16 * parameters * 2 // 3  # parameters, gradients, master weights and moments
+    sizes = "{" + ", ".join(f"{key}: {value}" for key, value in shape.items()) + "}"
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as there:
+        config = Path(there, "run.yaml")
+        config.write_text(
+            f"run_dir: {there}/run\nsteps: 3\nmodel: {sizes}\n"
+            f"data: {{files: [{Path(__file__).parents[1]}/configs/data/sotu], seq_len: {16 if is_dry else 2048}, batch_size: 4}}\n"
+            "optimizer: {lr: 1e-4}\nsnapshots: {every: null, every_minutes: 1000}\neval: {every: null}\n"
+        )
+        settings = [
+            f"placement.budget.device={limit}",
+            f"placement.bucket_bytes={parameters // 8}",
+            "model.remat=full",
+            "model.scan_layers=false",
+        ]
+        settings.append(f"model.compute_dtype={'float32' if is_dry else 'bfloat16'}")
+        with build(load_config(str(config), settings)) as run:
+            reports = list(run.train(3))
+            peak = measure()
+    tiers = {group: getattr(run._placement, group) for group in ("params", "master", "opt_state")}
+    is_within = peak.nbytes <= limit if peak.is_device else None
+    found = {"limit_bytes": limit, "peak_bytes_in_use": peak.nbytes, "is_device_peak": peak.is_device}
+    return {**found, "is_within": is_within, "tiers": tiers, "paths": run._placement.paths, "steps": len(reports)}
+
+
 FUNCTIONS = {
     "transfers": transfers,
     "device": device,
@@ -241,6 +278,7 @@ FUNCTIONS = {
     "ours": ours,
     "resume": resume,
     "nvme": nvme,
+    "budget": budget,
 }
 
 # ------------------------------------------------------------------------------------------------ all of them
