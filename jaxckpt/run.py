@@ -246,11 +246,12 @@ class Run:
             if self.snapshots:
                 stack.callback(self.snapshots.close)
             stack.callback(self._reporting.close)
+            stack.callback(self._tiers.close)
             if self.snapshots:
-                stack.callback(self.snapshots.wait)  # the save that is under way still needs the file of metrics
+                # The save that is under way still needs the file of metrics, and what it copies of the tier nvme.
+                stack.callback(self.snapshots.wait)
             if self._evaluation:
                 stack.callback(self._evaluation.close)
-            stack.callback(self._tiers.close)
             stack.callback(self._stream.close)
             stack.callback(self._program.close)
 

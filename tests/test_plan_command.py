@@ -151,6 +151,9 @@ def test_a_budget_in_the_configuration_chooses_and_refuses(config_file):
     assert chosen["memory"]["device"]["total"] <= everything // 2 == chosen["memory"]["device"]["limit"]
     refused = plan(config_file, f"placement.budget.device={everything // 50}", code=1)
     assert re.search(r"budget\.device of [\d,]+ bytes .* would do", " ".join(refused["problems"]))
+    with pytest.raises(PlanError) as told:
+        build_unopened(load_config(str(config_file), [f"placement.budget.device={everything // 50}"]))
+    assert str(told.value).splitlines() == refused["problems"] and told.value.exit_code == 2
 
 
 def test_a_run_chooses_by_its_budget_what_its_plan_says(config_file):

@@ -32,8 +32,6 @@ _EACH = {"device": "of each device", "host": "of each process", "nvme": "on the 
 class DoesNotFit(PlanError):
     """There is no placement within the budget; the text names the least that would do."""
 
-    exit_code = 1
-
 
 @dataclass(frozen=True)
 class Budget:
