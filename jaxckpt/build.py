@@ -1,6 +1,7 @@
 """From a configuration to a Run: the only place where the two meet."""
 
 import importlib
+import inspect
 import logging
 import os
 import sys
@@ -12,7 +13,6 @@ from typing import Any
 
 import jax
 import optax
-import psutil
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -28,7 +28,7 @@ from jaxckpt.models.layers import Layers
 from jaxckpt.observe.phases import Phases
 from jaxckpt.planning import guards
 from jaxckpt.planning.budget import Budget, Choice, refine
-from jaxckpt.planning.choosing import choose, device_parts
+from jaxckpt.planning.choosing import choose, device_parts, process_bytes
 from jaxckpt.planning.gpu import read_plan
 from jaxckpt.planning.limits import budget_of
 from jaxckpt.planning.subject import outline_of, subject_of
@@ -96,6 +96,21 @@ def import_target(key: str, target: str) -> Any:
             f"({Path.cwd()}) or installed."
         ) from e
     return thing
+
+
+def call_target(key: str, target: str, *args: Any, **kwargs: Any) -> Any:
+    """What the thing that 'pkg.mod:thing' names returns; ConfigError where it cannot take these arguments."""
+    thing = import_target(key, target)
+    try:
+        inspect.signature(thing).bind(*args, **kwargs)
+    except TypeError as e:
+        given = [type(x).__name__ for x in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
+        raise ConfigError(
+            f"{key}: {target} cannot be called with ({', '.join(given)}): {e}. Change it, or {key.rpartition('.')[0]}.args."
+        ) from e
+    except ValueError:
+        pass  # some builtins do not tell what they take
+    return thing(*args, **kwargs)
 
 
 def _start_jax(config: cf.RunConfig) -> None:
@@ -217,8 +232,8 @@ class _Data:
 def _data(config: cf.RunConfig) -> _Data:
     data = config.data
     if isinstance(data, cf.ImportData):
-        train = import_target("data.target", data.target)(**data.args)
-        held_out = import_target("data.held_out", data.held_out)(**data.args) if data.held_out else None
+        train = call_target("data.target", data.target, **data.args)
+        held_out = call_target("data.held_out", data.held_out, **data.args) if data.held_out else None
         return _Data(train, held_out)
     if isinstance(data, cf.StoreData):
         return _store_data(data, config.seed)
@@ -260,9 +275,9 @@ def _model(config: cf.RunConfig, tokens: int | None, *, tensor: int) -> _Model:
     """`tokens` is the size of the data's vocabulary, where it is known."""
     section = config.model
     if isinstance(section, cf.ImportModel):
-        make, args = import_target("model.target", section.target), section.args
+        make = partial(call_target, "model.target", section.target, **section.args)
         layers = import_target("model.layers", section.layers) if section.layers else None
-        return _Model(lambda rngs: make(rngs=rngs, **args), import_target("model.loss", section.loss), (), layers)
+        return _Model(lambda rngs: make(rngs=rngs), import_target("model.loss", section.loss), (), layers)
     vocab_size = section.vocab_size or tokens
     if vocab_size is None or (tokens is not None and vocab_size < tokens):
         raise ConfigError(
@@ -300,8 +315,8 @@ def _schedule(config: cf.RunConfig) -> optax.Schedule | None:
 
 def _optimizer(section: Any, schedule: optax.Schedule | None) -> optax.GradientTransformation:
     if isinstance(section, cf.ImportOptimizer):
-        make = import_target("optimizer.target", section.target)
-        return make(**section.args) if schedule is None else make(schedule, **section.args)
+        first = () if schedule is None else (schedule,)
+        return call_target("optimizer.target", section.target, *first, **section.args)
     assert schedule is not None  # only an imported optimizer may leave lr out
     args = section.model_dump(exclude=set(FIELDS_OF_EVERY_OPTIMIZER))
     return make_optimizer(section.name, schedule, weight_decay_exclude=section.weight_decay_exclude, **args)
@@ -335,13 +350,13 @@ def _within_budget(
     """
     # All processes must choose the same, and one may be a little larger than another.
     group = Group(timeout_s=config.distributed.timeout_s)
-    process_bytes = max(group.gather("choose the placement", psutil.Process().memory_info().rss))
+    host_bytes = max(group.gather("choose the placement", process_bytes()))
     make_run = partial(make_run, resume="latest")  # to look at alone
     with make_run() as on_device:
         outline = outline_of(on_device)
 
     def choose_for(working_bytes: int) -> Choice:
-        return choose(config, *outline, budget, process_bytes=process_bytes, working_bytes=working_bytes)
+        return choose(config, *outline, budget, host_bytes=host_bytes, working_bytes=working_bytes)
 
     def peak_of(chosen: Placement) -> int:
         with make_run(placement=chosen) as run:
@@ -368,7 +383,7 @@ def _within_budget(
         choice.host_bytes / 2**20,
         choice.nvme_bytes / 2**20,
     )
-    return replace(choice.placement, nvme_cache_bytes=placement.nvme_cache_bytes)
+    return replace(choice.placement, nvme_cache_bytes=placement.nvme_cache_bytes if choice.placement.nvme_dir else 0)
 
 
 def _spec(dims: Sequence[Any]) -> P:

@@ -306,7 +306,9 @@ def plan(
     target: Annotated[
         str | None, typer.Option("--target", help="compile for h200, a100-80, a100-40, rtx4090, l4 or cpu")
     ] = None,
-    devices: Annotated[int | None, typer.Option("--devices", help="in all  [default: mesh.cpu_devices, or 1]")] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, help="in all  [default: mesh.cpu_devices, or 1]")
+    ] = None,
     device_memory: Annotated[str | None, typer.Option("--device-memory", metavar="SIZE", help="of each device")] = None,
     host_memory: Annotated[str | None, typer.Option("--host-memory", metavar="SIZE", help="of each process")] = None,
     h2d: Annotated[str | None, typer.Option("--h2d", metavar="RATE", help="to the device, such as 25GB/s")] = None,

@@ -236,6 +236,7 @@ def test_malformed_overrides_are_reported_beside_other_problems():
             ["placement.opt_state=pinned_host", "placement.budget.device=1GiB"],
             "placement.budget: it chooses the tiers itself, and placement.opt_state is given too",
         ),
+        (["placement.nvme_dir=gs://b/x"], "placement.nvme_dir: found 'gs://b/x'; expected a directory on a local disk"),
         (["placement.nvme_cache_bytes=1GiB"], "placement.nvme_cache_bytes: it is for state on local disks, and "),
         (
             ["placement.budget.nvme=1GiB"],

@@ -197,6 +197,21 @@ def test_several_axes_on_one_dimension_multiply():
         make_plan(state_of({"w": (6, 2000)}), MESH, rules=[("w", P(("data", "fsdp")))])
 
 
+def test_a_placement_takes_what_the_configuration_takes_and_tells_what_is_odd(tmp_path):
+    placement = Placement(paths={"/nu/": "nvme"}, nvme_dir=tmp_path)
+    assert placement == Placement(paths=(("/nu/", "nvme"),), nvme_dir=(str(tmp_path),))
+    assert Placement(nvme_dir=[tmp_path, "/b"]).nvme_dir == (str(tmp_path), "/b")
+    odd = [
+        ({"bucket_bytes": "1MiB", "nvme_dir": 5}, ["bucket_bytes: .* found '1MiB'", "nvme_dir: .* found 5"]),
+        ({"bucket_bytes": 0, "nvme_dir": ""}, ["bucket_bytes: .* 1 at least, found 0", r"nvme_dir: .* found \(''"]),
+        ({"nvme_cache_bytes": 5, "paths": ("nu",)}, ["nvme_cache_bytes: .* no nvme_dir", "paths: expected pairs"]),
+        ({"nvme_dir": "gs://bucket/x"}, ["nvme_dir: expected directories on local disks"]),
+    ]
+    for settings, told in odd:
+        with pytest.raises(PlanError, match="(?s)" + ".*".join(told)):
+            Placement(**settings)
+
+
 def test_everything_that_is_wrong_with_a_placement_is_told_at_once():
     wrong = Placement(
         params="nvme",

@@ -22,7 +22,7 @@ from jaxckpt.errors import DamagedSnapshot, SaveError, SnapshotError
 from jaxckpt.snapshot import steps
 from jaxckpt.snapshot.leaves import check_leaves, leaf_table, stored_leaves
 from jaxckpt.snapshot.manifest import FORMAT
-from jaxckpt.snapshot.restore import Snapshot
+from jaxckpt.snapshot.restore import Snapshot, root_cause
 from jaxckpt.snapshot.snapshot import Snapshots
 from jaxckpt.state.plan import Placement, make_plan, shardings
 from jaxckpt.state.train_state import TrainState, narrow
@@ -396,3 +396,10 @@ def test_a_snapshot_cannot_be_changed_by_accident(tiny):
     with pytest.raises(AttributeError):
         snapshot.data = {}  # type: ignore[misc]
     assert replace(snapshot, data={}).data == {}
+
+
+def test_why_a_save_failed_is_told_to_its_end():
+    error = RuntimeError("of Orbax")
+    error.__cause__ = SnapshotError("no room:\n  /mnt/a: 5 MiB are needed, 3 are free\nFree some.")
+    assert root_cause(error) == "no room: /mnt/a: 5 MiB are needed, 3 are free Free some."
+    assert root_cause(RuntimeError("one\ntwo")) == "RuntimeError: one"

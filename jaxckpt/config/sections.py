@@ -18,6 +18,7 @@ from jaxckpt.config.values import (
     Files,
     HostPort,
     Index,
+    LocalDirectories,
     NonNegative,
     Positive,
     Regex,
@@ -204,7 +205,7 @@ class Placement(Config):
     """where gradients are summed up; off the device with params off the device only"""
     paths: dict[Regex, Tier] = Field(default={})
     """regex on a leaf's path: its tier, such as {opt_state/.*/nu/: nvme}; the first that is found goes before the group's"""
-    nvme_dir: Files | None = None
+    nvme_dir: LocalDirectories | None = None
     """directory on a local disk for the tier nvme; several, on several disks, share the bytes"""
     nvme_cache_bytes: Bytes | None = None
     """host memory that keeps state of the tier nvme, which is then not read again, such as 8GiB; null: none"""

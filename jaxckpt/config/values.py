@@ -77,6 +77,12 @@ def _run_directory(value: str) -> str:
     return value.rstrip("/")
 
 
+def _local_directories(values: list[str]) -> list[str]:
+    if odd := [value for value in values if "://" in value]:
+        raise ValueError(f"found {odd[0]!r}; expected a directory on a local disk")
+    return values
+
+
 Int = Annotated[int, BeforeValidator(_number)]
 Count = Annotated[Int, Field(gt=0)]
 SIZE = BeforeValidator(_bytes)
@@ -93,6 +99,7 @@ Regex = Annotated[str, AfterValidator(_regex)]
 Text = Annotated[str, Field(min_length=1)]
 Target = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Files = Annotated[list[Text], BeforeValidator(lambda v: [v] if isinstance(v, str) else v), Field(min_length=1)]
+LocalDirectories = Annotated[Files, AfterValidator(_local_directories)]
 RunDirectory = Annotated[str, AfterValidator(_run_directory)]
 StepRange = tuple[Count, Count]
 HostPort = Annotated[str, Field(pattern=r"^\S+:\d+$")]

@@ -21,8 +21,8 @@ from jaxckpt.state.memory import leaf_bytes
 from jaxckpt.state.nvme import SMALLEST_BYTES, tier_of
 from jaxckpt.state.plan import Placement, Tier, owner
 
-GENERATIONS = 2
-"""of the state on disks: a step reads one and writes the other"""
+COPIES_ON_DISK = {"state, two generations": 2, "what a save takes of it": 1}
+"""of the state there: a step reads one generation and writes the other, and a snapshot takes one, for which a new file is made"""
 NVME_SLOTS = 4
 """buckets of the tier nvme in host memory: being read, updated, written, and one between"""
 _ORDER = ("opt_state", "master", "params")
@@ -73,7 +73,7 @@ class Choice:
     host_bytes: int
     """of each process, all in all"""
     nvme_bytes: int
-    """on the disks of each process, both generations"""
+    """on the disks of each process, all copies"""
     lasting_bytes: int
     """of `device_bytes`, the state and the gradients: what is left when activations and buckets come and go"""
 
@@ -184,7 +184,7 @@ class _Room:
 
     def disk_sizes(self, away: int) -> list[int]:
         """Bytes on the disks of each process, for the same numbers of leaves."""
-        return list(accumulate((GENERATIONS * x.once_bytes for x in self._for_disks(away)), initial=0))
+        return list(accumulate((sum(COPIES_ON_DISK.values()) * x.once_bytes for x in self._for_disks(away)), initial=0))
 
     def placement(self, away: int, disk: int, nvme_dir: tuple[str, ...]) -> Placement:
         on_disk = {x.path for x in self._for_disks(away)[:disk]}

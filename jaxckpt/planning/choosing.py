@@ -1,7 +1,10 @@
 """What a budget chooses for a configured run: the same for its plan and for the run itself."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import psutil
 
 from jaxckpt import config as cf
 from jaxckpt.planning import report
@@ -21,20 +24,20 @@ def choose(
     batch: Any,
     budget: Budget,
     *,
-    process_bytes: int,
+    host_bytes: int,
     working_bytes: int = 0,
     local_devices: int | None = None,
 ) -> Choice:
     """The cheapest placement of the state of `plan`, whose tiers do not matter, within `budget`.
 
-    `working_bytes`: of each device, beside state and gradients. Raises DoesNotFit, with what would do.
+    `host_bytes`: see `process_bytes`. `working_bytes`: of each device, beside state and gradients. Raises DoesNotFit, with what would do.
     """
 
     def within(staging_bytes: int | None) -> Choice:
         needs = Needs(
             working_bytes=max(report.batch_bytes(batch), working_bytes),
             gradient_bytes=gradient_bytes(config, report.state_groups(plan)),
-            host_bytes=process_bytes,
+            host_bytes=host_bytes,
             staging_bytes=staging_bytes,
             restore_bytes=config.snapshots.restore_bytes,
             cache_bytes=config.placement.nvme_cache_bytes or 0,
@@ -63,6 +66,13 @@ def choose(
         raise DoesNotFit(
             f"{e}\n  Or saves copy less aside, and training waits for them longer: {' '.join(lines)}"
         ) from None
+
+
+def process_bytes() -> int:
+    """Host memory of this process beside state and buffers: in steps of 256 MiB, two at least, so that a plan and the run that
+    it is for, or two processes of one run, do not differ by what one of them happens to have now."""
+    step = 256 << 20
+    return max(2, math.ceil(psutil.Process().memory_info().rss / step)) * step
 
 
 def device_parts(subject: Subject, programs: Mapping[str, GpuPlan]) -> Mapping[str, int]:

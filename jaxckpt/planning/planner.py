@@ -6,18 +6,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from jaxckpt import config as cf
 from jaxckpt.build import build_unopened
 from jaxckpt.errors import PlanError
 from jaxckpt.planning import bandwidth, guards, report
 from jaxckpt.planning.bandwidth import Rate, Rates
-from jaxckpt.planning.budget import Budget, Choice, bounded, refine
-from jaxckpt.planning.choosing import choose, device_parts, device_use, gradient_bytes, least_staging
+from jaxckpt.planning.budget import COPIES_ON_DISK, Budget, Choice, bounded, refine
+from jaxckpt.planning.choosing import choose, device_parts, device_use, gradient_bytes, least_staging, process_bytes
 from jaxckpt.planning.flops import count_flops
 from jaxckpt.planning.gpu import GpuPlan, compile_for, read_plan
-from jaxckpt.planning.limits import budget_of, device_limit, free_bytes, host_limit, nvme_limit
+from jaxckpt.planning.limits import budget_of, device_limit, file_system, host_limit, nvme_limit, snapshot_limit
 from jaxckpt.planning.nearest import placement_settings, saving_settings, snapshots_that_fit
 from jaxckpt.planning.report import PlanReport, Use, tier_bytes
 from jaxckpt.planning.subject import Subject, outline_of, subject_of
@@ -75,12 +73,15 @@ class _Planner:
         self.devices, self.processes = devices, processes
         self.local_devices = devices // processes
         self.compiled: dict[Placement, dict[str, GpuPlan]] = {}
-        self.process_bytes = psutil.Process().memory_info().rss
+        self.process_bytes = process_bytes()
         self.budget = budget_of(config)
         self.device_limit, self.device_source = device_limit(self.budget, wanted.device_memory, target)
         is_here = wanted.target == "cpu"
-        self.host_limit, self.host_source = host_limit(self.budget, wanted.host_memory, is_here=is_here)
+        self.host_limit, self.host_source = host_limit(
+            self.budget, wanted.host_memory, is_here=is_here, local_devices=self.local_devices
+        )
         self.nvme_limit, self.nvme_source = nvme_limit(config)
+        self.notes: list[str] = []
 
     def make(self) -> PlanReport:
         subject = self._subject()
@@ -88,14 +89,16 @@ class _Planner:
         programs = self._compile(subject)
         uses = self._uses(subject, groups, programs)
         problems = report.problems_of(uses, programs)
+        is_marking = self.wanted.target != "cpu"  # as NvmeStep has it
         traffic = report.traffic_of(
             groups,
             programs if self.target else {},
             {name: part.times for name, part in subject.programs.items()},
             gradient_bytes=subject.buffers.gradients,
+            cache_bytes=subject.buffers.cache,
             local_devices=self.local_devices,
             microbatches=self.config.optimizer.accumulation_steps,
-            is_marking=self.wanted.target != "cpu",  # as NvmeStep has it
+            is_marking=is_marking,
         )
         rates = self._rates(subject.placement)
         flops = sum(part.times * count_flops(part.traced.jaxpr) for part in subject.programs.values())
@@ -113,7 +116,7 @@ class _Planner:
             steps=self.config.steps,
             problems=problems,
             nearest=self._nearest(subject, uses) if any(not use.fits for use in uses) else (),
-            notes=self._notes(uses, programs),
+            notes=[*self._notes(uses, programs, tier_bytes(groups, "nvme") * is_marking), *self.notes],
         )
 
     # ------------------------------------------------------------------------------------------------ the subject
@@ -140,7 +143,7 @@ class _Planner:
             self.config,
             *outline,
             budget,
-            process_bytes=self.process_bytes,
+            host_bytes=self.process_bytes,
             working_bytes=working,
             local_devices=self.local_devices,
         )
@@ -187,10 +190,13 @@ class _Planner:
                 None,
                 Use("host", {"devices": device.total * self.local_devices, **parts}, host.limit, host.limit_source),
             )
+        generations = COPIES_ON_DISK["state, two generations"] * report.on_disk_bytes(groups, self.local_devices)
+        snapshot_room, snapshot_source = snapshot_limit(self.config, generations)
         disks = report.disk_uses(
             groups,
             self._saving(),
-            snapshot_room=free_bytes(self.config.run_dir),
+            snapshot_room=snapshot_room,
+            snapshot_source=snapshot_source,
             nvme_room=self.nvme_limit,
             nvme_source=self.nvme_source,
             **where,
@@ -208,18 +214,26 @@ class _Planner:
             rates = bandwidth.published(self.target)
         else:
             rates = bandwidth.measured_here(self.devices) if self.wanted.target == "cpu" else Rates()
-        is_disk_known = given.get("disk_read") and given.get("disk_write")
-        if placement.nvme_dir and not is_disk_known and Path(placement.nvme_dir[0]).is_dir():
-            read, write = bandwidth.measure_disk(placement.nvme_dir[0])
-            count = len(placement.nvme_dir)
-            rates = bandwidth.with_given(
-                rates,
-                {
-                    "disk_read": Rate(read.per_s * count, f"measured, times {count}" if count > 1 else "measured"),
-                    "disk_write": Rate(write.per_s * count, f"measured, times {count}" if count > 1 else "measured"),
-                },
-            )
+        if placement.nvme_dir and not (given.get("disk_read") and given.get("disk_write")):
+            rates = bandwidth.with_given(rates, self._disk_rates(placement.nvme_dir))
         return bandwidth.with_given(rates, given)
+
+    def _disk_rates(self, directories: Sequence[str]) -> dict[str, Rate | None]:
+        """Those of one of the directories, times their number; a note, and none, where it cannot be measured."""
+        if absent := [d for d in directories if not Path(d).is_dir()]:
+            self.notes.append(
+                f"{', '.join(absent)}: not there now; give --disk-read and --disk-write for the time of a step"
+            )
+            return {}
+        try:
+            measured = bandwidth.measure_disk(directories[0])
+        except PlanError as e:
+            self.notes.append(str(e))
+            return {}
+        count = len({file_system(d) for d in directories})
+        source = f"measured, times {count}" if count > 1 else "measured"
+        read, write = (Rate(rate.per_s * count, source) for rate in measured)
+        return {"disk_read": read, "disk_write": write}
 
     # ------------------------------------------------------------------------------------------------ ways out
 
@@ -252,13 +266,18 @@ class _Planner:
             return keep
         return placement_settings(choice.placement, subject.placement) + keep
 
-    def _notes(self, uses: Sequence[Use], programs: Mapping[str, GpuPlan]) -> list[str]:
+    def _notes(self, uses: Sequence[Use], programs: Mapping[str, GpuPlan], marked_bytes: int) -> list[str]:
         notes = []
         if not programs:
             notes.append(_NOT_COMPILED)
         pinned = next((u.parts.get("state", 0) + u.parts.get("gradients", 0) for u in uses if u.name == "host"), 0)
         if self.target is not None and (gib := guards.pool_gib(pinned, {})) is not None:
             notes.append(f"the run sets {guards.POOL}={gib}; XLA's default is 64")
+        if marked_bytes:
+            notes.append(
+                f"{report.size(marked_bytes)} of what a step moves to each device is there once more for its fingerprints; "
+                "CPUs do that only for a save"
+            )
         return notes
 
 
@@ -275,6 +294,6 @@ def _as_config(placement: Placement, section: Any) -> Any:
         grads=placement.grads,
         paths=dict(placement.paths),
         nvme_dir=list(placement.nvme_dir) or None,
-        nvme_cache_bytes=section.nvme_cache_bytes,
+        nvme_cache_bytes=section.nvme_cache_bytes if placement.nvme_dir else None,
         bucket_bytes=placement.bucket_bytes,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxckpt.planning.bandwidth import Rates
-from jaxckpt.planning.budget import GENERATIONS, bounded
+from jaxckpt.planning.budget import COPIES_ON_DISK, bounded
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.state.memory import GroupSize, group_sizes, leaf_bytes
 from jaxckpt.state.plan import Placement
@@ -167,6 +167,11 @@ def saved_bytes(groups: Sequence[GroupSize], local_devices: int) -> tuple[int, i
     return sum(n for g, n in held if g.tier != "nvme"), sum(n for _, n in held)
 
 
+def on_disk_bytes(groups: Sequence[GroupSize], local_devices: int) -> int:
+    """Bytes of one process's state of the tier nvme, once."""
+    return sum(min(g.bytes_per_device * local_devices, g.total_bytes) for g in groups if g.tier == "nvme")
+
+
 def disk_uses(
     groups: Sequence[GroupSize],
     saving: Saving,
@@ -174,6 +179,7 @@ def disk_uses(
     local_devices: int,
     snapshot_room: int | None,
     nvme_room: int | None,
+    snapshot_source: str = "free in run_dir",
     nvme_source: str = "free in placement.nvme_dir",
 ) -> list[Use]:
     """What the snapshots of the whole run take where they are saved, and the tier nvme on each process's disks."""
@@ -183,12 +189,12 @@ def disk_uses(
             "snapshots",
             {f"{saving.snapshots_kept} kept": whole * saving.snapshots_kept, "one being written": whole},
             snapshot_room,
-            "free in run_dir",
+            snapshot_source,
         )
     ]
-    nvme = sum(min(g.bytes_per_device * local_devices, g.total_bytes) for g in groups if g.tier == "nvme")
-    if nvme:
-        uses.append(Use("nvme", {"state, two generations": GENERATIONS * nvme}, nvme_room, nvme_source))
+    if nvme := on_disk_bytes(groups, local_devices):
+        parts = {what: count * nvme for what, count in COPIES_ON_DISK.items()}
+        uses.append(Use("nvme", parts, nvme_room, nvme_source))
     return uses
 
 
@@ -198,13 +204,14 @@ def traffic_of(
     times: Mapping[str, int],
     *,
     gradient_bytes: int,
+    cache_bytes: int = 0,
     local_devices: int,
     microbatches: int,
     is_marking: bool = False,
 ) -> Traffic:
     """What a step moves: by the compiled schedules, or by what lives where if there are none.
 
-    `times`: how often a step runs each program. `gradient_bytes`: of `Buffers`. `is_marking`: whether what goes to disks
+    `times`: how often a step runs each program. `gradient_bytes`, `cache_bytes`: of `Buffers`. `is_marking`: whether what goes to disks
     is fetched once more, for its fingerprints. Of the buckets of state on disks only the largest was compiled: all of them
     move what lives where, the share of it that is exposed is the largest one's.
     """
@@ -224,8 +231,8 @@ def traffic_of(
             groups, gradient_bytes=gradient_bytes, microbatches=microbatches, is_marking=is_marking
         )
         bare = total = {"h2d": to_device, "d2h": from_device}
-    disks = on_disk * local_devices
-    return Traffic(total["h2d"], total["d2h"], bare["h2d"], bare["d2h"], disks, disks)
+    read, written = (on_disk - cache_bytes) * local_devices, on_disk * local_devices
+    return Traffic(total["h2d"], total["d2h"], bare["h2d"], bare["d2h"], read, written)
 
 
 def _exposed_share(program: GpuPlan, way: str) -> float:

@@ -145,11 +145,13 @@ def damaged(directory: epath.Path, problems: list[str]) -> DamagedSnapshot:
 
 
 def root_cause(error: BaseException) -> str:
-    """The first line of the innermost reason: Orbax hides it below a chain of 'incompatible handler' errors."""
+    """The innermost reason, on one line: Orbax hides it below a chain of 'incompatible handler' errors. Of other errors than
+    ours the first line."""
     error = _innermost(error)
-    lines = str(error).splitlines()
-    text = lines[0] if lines else ""
-    return text if isinstance(error, JaxckptError) else f"{type(error).__name__}: {text}"
+    lines = [line.strip() for line in str(error).splitlines()]
+    if isinstance(error, JaxckptError):
+        return " ".join(lines)
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -6,6 +6,7 @@ initialisation, the signatures of the jitted step, the restore target and the me
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -49,8 +50,29 @@ class Placement:
     """of state that is fetched, updated and written back together on each device"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.nvme_dir, str):
+        """Takes a mapping for `paths` and one text for `nvme_dir`, too. Raises PlanError with all that is odd."""
+        if isinstance(self.paths, Mapping):
+            object.__setattr__(self, "paths", tuple(self.paths.items()))
+        if isinstance(self.nvme_dir, str | os.PathLike):
             object.__setattr__(self, "nvme_dir", (self.nvme_dir,))
+        if isinstance(self.nvme_dir, Sequence):
+            paths = (os.fspath(d) if isinstance(d, os.PathLike) else d for d in self.nvme_dir)
+            object.__setattr__(self, "nvme_dir", tuple(paths))
+        problems = []
+        for name, least in (("bucket_bytes", 1), ("nvme_cache_bytes", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                problems.append(f"placement.{name}: expected a number of bytes, {least} at least, found {value!r}")
+        if not isinstance(self.nvme_dir, Sequence) or not all(
+            type(d) is str and d and "://" not in d for d in self.nvme_dir
+        ):
+            problems.append(f"placement.nvme_dir: expected directories on local disks, found {self.nvme_dir!r}")
+        elif self.nvme_cache_bytes and not self.nvme_dir:
+            problems.append("placement.nvme_cache_bytes: it is for state on local disks, and there is no nvme_dir")
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in self.paths):
+            problems.append(f"placement.paths: expected pairs of a regex and a tier, found {self.paths!r}")
+        if problems:
+            raise PlanError("this placement cannot be used:\n" + "\n".join(f"  {p}" for p in problems))
 
     def to_json(self) -> dict[str, Any]:
         """As a snapshot's meta holds it."""
