@@ -29,6 +29,7 @@ SCENARIOS = {
     "bfloat16, master weights and moments on local disks": (
         "model.compute_dtype=bfloat16",
         "model.d_ff=1024",  # leaves that are worth a file
+        "data.seq_len=32",
         "placement.opt_state=nvme",
         "placement.master=nvme",
         "placement.nvme_dir=[{tmp_path}/a,{tmp_path}/b]",
@@ -38,6 +39,7 @@ SCENARIOS = {
         "model.compute_dtype=bfloat16",
         "model.scan_layers=false",
         "model.d_ff=2048",  # an array a layer is worth a file only if it is this wide
+        "data.seq_len=32",
         "placement.opt_state=nvme",
         "placement.master=pinned_host",
         "placement.params=pinned_host",
