@@ -211,9 +211,9 @@ def traffic_of(
 ) -> Traffic:
     """What a step moves: by the compiled schedules, or by what lives where if there are none.
 
-    `times`: how often a step runs each program. `gradient_bytes`, `cache_bytes`: of `Buffers`. `is_marking`: whether what goes to disks
-    is fetched once more, for its fingerprints. Of the buckets of state on disks only the largest was compiled: all of them
-    move what lives where, the share of it that is exposed is the largest one's.
+    `times`: how often a step runs each program. `gradient_bytes`, `cache_bytes`: of `Buffers`. `is_marking`: whether what
+    goes to disks is fetched once more, for its fingerprints. Of the buckets of state on disks only the largest was
+    compiled: all of them move what lives where, the share of it that is exposed is the largest one's.
     """
     on_disk = tier_bytes(groups, "nvme")
     if programs:
