@@ -3,11 +3,7 @@
 Exit codes: 0 done, good, equal; 1 damaged (`verify`), different (`diff`), too large (`plan`); 2 it could not be done, and why.
 """
 
-import json
-import math
 import os
-import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,10 +12,7 @@ from typer.core import TyperGroup
 from jaxckpt.errors import JaxckptError, SnapshotError
 
 if TYPE_CHECKING:
-    from etils import epath
-
     from jaxckpt.observe.progress import BytesProgress
-    from jaxckpt.snapshot.locate import Located
 
 
 class _Commands(TyperGroup):
@@ -67,8 +60,9 @@ def ls(path: Run, as_json: Json = False) -> None:
     """Lists the snapshots of a run: step, time, size, pins, metrics; also damaged and superseded ones."""
     from jaxckpt.observe import snapshot_text
     from jaxckpt.snapshot.inspect import list_steps
+    from jaxckpt.snapshot.locate import root_of
 
-    rows = list_steps(_root(path))
+    rows = list_steps(root_of(path))
     if as_json:
         _echo_json(rows)
     else:
@@ -80,8 +74,9 @@ def inspect(path: Path, step: Step = None, as_json: Json = False) -> None:
     """Shows what a snapshot holds: sizes, leaves, shardings, tiers, configuration, versions, mesh, data position."""
     from jaxckpt.observe import snapshot_text
     from jaxckpt.snapshot.inspect import inspect as inspect_step
+    from jaxckpt.snapshot.locate import locate_step
 
-    found = inspect_step(*_locate(path, step))
+    found = inspect_step(*locate_step(path, step))
     if as_json:
         _echo_json(found)
     else:
@@ -103,16 +98,17 @@ def verify(
         _verify_stores(path, as_json)
         return
     from jaxckpt.snapshot import steps
+    from jaxckpt.snapshot.locate import locate_step, root_of
     from jaxckpt.snapshot.verify import array_bytes
     from jaxckpt.snapshot.verify import verify as verify_step
 
     if every and (step is not None or "@" in path.rpartition("/")[2]):
         raise SnapshotError("--all checks every step; give a run directory without a step.")
     if every:
-        root = _root(path)
+        root = root_of(path)
         todo = steps.committed_steps(root)
     else:
-        root, number = _locate(path, step)
+        root, number = locate_step(path, step)
         todo = [number]
     if not todo:
         raise SnapshotError(f"no snapshot found in {root}. Give a run directory that has been saved to.")
@@ -151,9 +147,10 @@ def diff(
     """
     from jaxckpt.observe import snapshot_text
     from jaxckpt.snapshot.diff import diff as compare
+    from jaxckpt.snapshot.locate import locate_step
     from jaxckpt.snapshot.verify import array_bytes
 
-    one, other = _locate(a), _locate(b)
+    one, other = locate_step(a), locate_step(b)
     with _progress("compare", array_bytes(*one)) as progress:
         found = compare(one, other, quick=quick, on_bytes=progress.add)
     if as_json:
@@ -178,12 +175,13 @@ def pin(
 ) -> None:
     """Keeps a step for good, under a name. A run that is training goes on."""
     from jaxckpt.snapshot import steps
+    from jaxckpt.snapshot.locate import locate_step, root_of
 
     if remove:
-        root, number = _root(path), None
+        root, number = root_of(path), None
         steps.unpin(root, name)
     else:
-        root, number = _locate(path, step)
+        root, number = locate_step(path, step)
         steps.pin(root, number, name)
         if number not in steps.committed_steps(root):  # a run deleted it between our look and the pin
             steps.unpin(root, name)
@@ -204,9 +202,10 @@ def rm(
 ) -> None:
     """Deletes a step. Not one that is pinned, and not while a run is training in this directory."""
     from jaxckpt.snapshot import steps
+    from jaxckpt.snapshot.locate import locate_step
     from jaxckpt.snapshot.lock import RunLock
 
-    root, number = _locate(path, step)
+    root, number = locate_step(path, step)
     # Only a directory of this name is ever a run's.
     lock = RunLock(root.parent, say=lambda text: typer.echo(text, err=True)) if root.name == "snapshots" else None
     try:
@@ -350,47 +349,10 @@ def _verify_stores(path: str, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-# ------------------------------------------------------------------------------------------------ what is meant
-
-
-def _root(path: str) -> "epath.Path":
-    """The directory of snapshots of a run. Raises SnapshotError where it does not exist."""
-    from jaxckpt.snapshot import locate, paths
-
-    directory = paths.resolve(path)
-    is_step = re.fullmatch(r"step_\d{10}", directory.name)
-    root = directory.parent if is_step else locate.snapshots_of(directory)
-    if not root.is_dir():
-        raise SnapshotError(f"{root} does not exist. Give a run directory that has been saved to.")
-    return root
-
-
-def _locate(path: str, step: int | None = None) -> "Located":
-    from jaxckpt.snapshot.locate import locate, split_name
-
-    if step is None:
-        return locate(path)
-    if split_name(path)[1] is not None:
-        raise SnapshotError(f"{path} and --step {step}: give one of the two.")
-    found = locate(f"{path}@{step}")
-    if found.step != step:
-        raise SnapshotError(
-            f"{path} is the directory of step {found.step}, and --step asks for {step}: give one of the two."
-        )
-    return found
-
-
 def _echo_json(value: Any) -> None:
-    typer.echo(json.dumps(_finite(value), indent=2, allow_nan=False, default=str))
+    from jaxckpt.observe.as_json import json_text
 
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinities and no NaNs: they become texts."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    typer.echo(json_text(value))
 
 
 def _progress(what: str, total: int) -> "BytesProgress":

@@ -45,6 +45,29 @@ def locate(text: str | os.PathLike[str]) -> Located:
     return _checked(root, pins[name], text)
 
 
+def locate_step(text: str, step: int | None = None) -> Located:
+    """As `locate`, or the snapshot of `step` where one is given beside `text`, which then must not name another."""
+    if step is None:
+        return locate(text)
+    if split_name(text)[1] is not None:
+        raise SnapshotError(f"{text} and --step {step}: give one of the two.")
+    found = locate(f"{text}@{step}")
+    if found.step != step:
+        raise SnapshotError(
+            f"{text} is the directory of step {found.step}, and --step asks for {step}: give one of the two."
+        )
+    return found
+
+
+def root_of(text: str) -> epath.Path:
+    """The directory of snapshots of a run, which may be named by one of its steps. Raises SnapshotError where it is not there."""
+    directory = paths.resolve(text)
+    root = directory.parent if _STEP_DIRECTORY.match(directory.name) else snapshots_of(directory)
+    if not root.is_dir():
+        raise SnapshotError(f"{root} does not exist. Give a run directory that has been saved to.")
+    return root
+
+
 def split_name(text: str) -> tuple[str, str | None]:
     """('path', 'step or pin') of 'path@step'; an @ before the last slash belongs to the path."""
     place, at, name = text.rpartition("@")
