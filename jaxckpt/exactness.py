@@ -155,3 +155,16 @@ def program_hash(text: str) -> str:
 
 def _shapes(arrays: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{a['dtype']}{a['shape']}" for a in arrays) or "none"
+
+
+def recomputation_change(before: Mapping[str, Any], now: Mapping[str, Any], compute_dtype: str | None) -> str | None:
+    """A warning where a run in a narrow dtype moves its parameters off the device or back; `before`, `now`: placements."""
+    was, there = (placement.get("params", "device") != "device" for placement in (before, now))
+    if was == there or compute_dtype in (None, "float32"):
+        return None
+    return (
+        f"parameters were {'off' if was else 'on'} the device until this snapshot and are {'off' if there else 'on'} it now. Off the "
+        f"device every layer's forward pass is computed again for its backward pass, which {compute_dtype} rounds in another way: "
+        "from here on the run has other last bits than it would have had, unless the model does so on the device, too "
+        "(model.remat: full)"
+    )

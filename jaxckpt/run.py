@@ -21,6 +21,7 @@ from jaxckpt.distributed import watch
 from jaxckpt.distributed.sync import Agreement, Group
 from jaxckpt.errors import ConfigError
 from jaxckpt.evaluation import Evaluation
+from jaxckpt.exactness import recomputation_change
 from jaxckpt.models.layers import Layers
 from jaxckpt.observe.phases import Phases
 from jaxckpt.observe.report import Report
@@ -364,5 +365,8 @@ class Run:
         meta = self._resumed_meta
         if meta is not None and self._is_compiled and not self.stopped:
             here = {**environment(), "mesh": dict(self.mesh.shape), "placement": self._placement.to_json()}
+            change = recomputation_change(meta.get("placement", {}), here["placement"], self._training["compute_dtype"])
+            if change is not None:
+                log.warning("%s", change)
             is_hint = self._beginning.is_compared_by_config(meta)
             self._program.check(meta, here, self._allow_changed, is_hint=is_hint)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxckpt.errors import PlanError
-from jaxckpt.exactness import captured_arrays
+from jaxckpt.exactness import captured_arrays, recomputation_change
 from jaxckpt.models import llama
 from jaxckpt.models.layers import Layers
 from jaxckpt.state.mesh import batch_sharding
@@ -157,6 +157,32 @@ def test_a_llama_with_dropout_tied_embeddings_and_packed_documents_has_the_same_
     args = {"compute_dtype": "bfloat16", "fsdp": 2, "rules": llama.SHARDING_RULES, "tx": optax.sgd(0.1, momentum=0.9)}
     (plain, layered), _ = ends_of(build, llama.LAYERS, batches, **args)
     assert not differing(plain, layered)
+
+
+def test_a_wide_llama_in_bfloat16_has_the_bits_of_one_that_computes_its_layers_again():
+    config = llama.LlamaConfig(
+        vocab_size=257,
+        num_layers=2,
+        d_model=256,
+        num_heads=4,
+        num_kv_heads=2,
+        d_ff=384,
+        scan_layers=False,
+        remat="full",
+    )
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 4, 129))
+    batches = [{"tokens": x.astype(np.int32)} for x in tokens]
+    args = {"compute_dtype": "bfloat16", "fsdp": 2, "rules": llama.SHARDING_RULES}
+    (plain, layered), _ = ends_of(lambda rngs: llama.Llama(config, rngs=rngs), llama.LAYERS, batches, **args)
+    assert not differing(plain, layered)
+
+
+def test_a_run_is_warned_where_its_layers_are_computed_again_from_now_on():
+    on, off = ({"params": tier} for tier in ("device", "pinned_host"))
+    assert "are off it now" in recomputation_change(on, off, "bfloat16")
+    assert "are on it now" in recomputation_change(off, on, "bfloat16")
+    assert [recomputation_change(on, off, dtype) for dtype in (None, "float32")] == [None, None]
+    assert recomputation_change(off, off, "bfloat16") is None
 
 
 def test_two_programs_are_traced_and_compiled_as_one():

@@ -222,7 +222,9 @@ def test_state_on_disks_is_planned_with_the_rooms_of_its_largest_weights(config_
     assert embedding <= found["host"]["parts"]["buffers for disks"] < found["nvme"]["total"] // 2
     assert found["device"]["parts"]["buckets"] >= 2 * embedding // 8
     assert found["nvme"]["limit_source"] == "free in placement.nvme_dir"
-    cached = plan(config_file, *settings, "placement.nvme_cache_bytes=1GiB")["memory"]["host"]["parts"]
+    whole = plan(config_file, *settings, "placement.nvme_cache_bytes=1GiB")
+    assert whole["traffic"]["disk_read"] == 0 < whole["traffic"]["disk_write"], "what is kept is not read"
+    cached = whole["memory"]["host"]["parts"]
     assert cached["cache for disks"] == found["nvme"]["total"] // 3 and "buffers for disks" not in cached
     config = load_config(str(config_file), ["placement.budget.nvme=1", *settings[2:]])
     assert nvme_limit(config) == (1, "placement.budget.nvme")
