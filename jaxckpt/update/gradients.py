@@ -118,6 +118,24 @@ def mean_gradient(
     return g if norm is None or max_norm is None else clipped(g, norm, max_norm)
 
 
+def mean_gradient_apart(g: jax.Array, denominator: jax.Array, *clipping: Any) -> jax.Array:
+    """`mean_gradient` for a norm of it, computed by itself on a CPU.
+
+    In the step with everything on the device it is in memory first, because the update reads it, too. Where only a norm reads
+    it XLA divides within the sum, and then some processors (with AVX-512) add up in another order.
+    """
+    like = jax.eval_shape(mean_gradient, g, denominator, *clipping)
+
+    def in_a_branch(g: jax.Array, denominator: jax.Array, *clipping: Any) -> jax.Array:
+        # Which XLA does not know to be taken always; it fuses nothing across, while it drops barriers before it fuses. In
+        # the branch it would multiply by the reciprocal of a scalar, which only one leaf is divided by there.
+        each = jnp.broadcast_to(denominator, g.shape)
+        otherwise = lambda *_: jnp.zeros(like.shape, like.dtype)
+        return jax.lax.cond(denominator > 0, mean_gradient, otherwise, g, each, *clipping)
+
+    return jax.lax.platform_dependent(g, denominator, *clipping, cpu=in_a_branch, default=mean_gradient)
+
+
 def denominator_of(count: jax.Array) -> jax.Array:
     """float32[] to divide sums over targets by: a batch without targets changes nothing."""
     return jnp.where(count > 0, count, 1).astype(jnp.float32)

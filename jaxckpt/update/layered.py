@@ -26,7 +26,14 @@ from jaxckpt.state.train_state import Model, TrainState, step_key
 from jaxckpt.update.buckets import Bucket
 from jaxckpt.update.chain import Chain, global_phase
 from jaxckpt.update.disk_bucket import DiskBucket
-from jaxckpt.update.gradients import denominator_of, kept, mean_gradient, split_microbatches, step_metrics
+from jaxckpt.update.gradients import (
+    denominator_of,
+    kept,
+    mean_gradient,
+    mean_gradient_apart,
+    split_microbatches,
+    step_metrics,
+)
 from jaxckpt.update.host import fetched
 from jaxckpt.update.host_gradients import HostGradients
 from jaxckpt.update.layer_buckets import make_layer_buckets
@@ -147,8 +154,8 @@ class _Layered:
             denominator = denominator_of(count)
 
             def receive(grads: Leaves) -> Any:
+                squares.update(_square_sums(grads, denominator))
                 grads = {path: mean_gradient(g, denominator) for path, g in grads.items()}
-                squares.update({path: jnp.sum(jnp.square(g)) for path, g in grads.items()})
                 waiting.update(grads)
                 for bucket in next(remaining):
                     own = {path: waiting.pop(path) for path in bucket.weights}
@@ -184,7 +191,7 @@ class _Layered:
                     old = fetched({path: grads[path] for path in own}, plan, list(own.values()))
                     own = {p: jnp.where(is_first, 0, old[p]) + g.astype(old[p].dtype) for p, g in own.items()}
                     own = jax.lax.optimization_barrier(own)
-                squares.update({p: jnp.sum(jnp.square(mean_gradient(g, denominator))) for p, g in own.items()})
+                squares.update(_square_sums(own, denominator))
                 result.update(jax.device_put(own, {path: plan[path].sharding for path in own}))
                 marks.append([squares[path] for path in own])
                 return marks[-2] if len(marks) > 1 else []
@@ -201,7 +208,7 @@ class _Layered:
         metrics, finite = self._metrics(total, count, norm, batch, state)
         chain = Chain(self._split, self._plan, state, finite=finite if self._is_skipping else None)
         grad = self._grad_of(grads, denominator_of(count), norm)
-        chain.begin(grad, [norm])
+        chain.begin(self._grad_of(grads, denominator_of(count), norm, is_apart=True), [norm])
         for bucket in (bucket for group in self._buckets for bucket in group):
             # Not [norm] alone: XLA would take the fetch of a gradient here for the one in the global phase, and compute the
             # clipped gradient once for both, which rounds in another way than where it is fused with the update.
@@ -216,7 +223,7 @@ class _Layered:
         total, count, norm = sums
         old = TrainState(step, None, None, tree.nest(shared), None)
         metrics, finite = self._metrics(total, count, norm, batch, old)
-        grad = self._grad_of(grads, denominator_of(count), norm)
+        grad = self._grad_of(grads, denominator_of(count), norm, is_apart=True)
         weights, state = tree.flatten(self._weights()), tree.flatten(self._plan.opt_state)
         fetch = lambda path, after: fetched({path: read[path]}, weights, after)[path]
         there = fetched(shared, state, [norm])
@@ -226,12 +233,15 @@ class _Layered:
         changed = jax.device_put(changed, {path: state[path].sharding for path in changed})
         return (cuts, finite, denominator_of(count), norm), step + 1, changed, metrics
 
-    def _grad_of(self, grads: Leaves, denominator: jax.Array, norm: jax.Array) -> Callable[[str, Any], jax.Array]:
-        """(path, after) -> the gradient that the update takes, on the device once `after` is there."""
+    def _grad_of(
+        self, grads: Leaves, denominator: jax.Array, norm: jax.Array, *, is_apart: bool = False
+    ) -> Callable[[str, Any], jax.Array]:
+        """(path, after) -> the gradient that the update takes, on the device once `after` is there; `is_apart`: for norms."""
+        mean = mean_gradient_apart if is_apart else mean_gradient
 
         def grad(path: str, after: Any) -> jax.Array:
             g = fetched({path: grads[path]}, self._grads_plan, after)[path]
-            return mean_gradient(g, denominator, norm, self._max_grad_norm)
+            return mean(g, denominator, norm, self._max_grad_norm)
 
         return grad
 
@@ -322,6 +332,11 @@ def _grads_plan(plan: TrainState, *, is_summed: bool) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=shardings(x, "pinned_host") if x.ndim else x.sharding)
 
     return {path: struct(x) for path, x in tree.flatten(plan.params).items()}
+
+
+def _square_sums(sums: Leaves, denominator: jax.Array) -> Leaves:
+    """Of the mean gradients; see `mean_gradient_apart`."""
+    return {path: jnp.sum(jnp.square(mean_gradient_apart(g, denominator))) for path, g in sums.items()}
 
 
 def _no_gradient(path: str, after: Any) -> jax.Array:
