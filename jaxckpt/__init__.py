@@ -7,6 +7,7 @@ from jaxckpt.errors import JaxckptError as JaxckptError
 if TYPE_CHECKING:
     from jaxckpt.distributed.start import use_cpu_devices as use_cpu_devices
     from jaxckpt.models.layers import Layers as Layers
+    from jaxckpt.models.layers import rounded as rounded
     from jaxckpt.observe.metrics import read_metrics as read_metrics
     from jaxckpt.observe.report import Report as Report
     from jaxckpt.run import Run as Run
@@ -21,6 +22,7 @@ _HOMES = {
     "Snapshots": "jaxckpt.snapshot.snapshot",
     "Placement": "jaxckpt.state.plan",
     "Layers": "jaxckpt.models.layers",
+    "rounded": "jaxckpt.models.layers",
     "make_mesh": "jaxckpt.state.mesh",
     "flatten": "jaxckpt.state.tree",
     "read_metrics": "jaxckpt.observe.metrics",

@@ -131,7 +131,8 @@ class Beginning:
         start_compiling(0)
         fresh = stored_leaves(self._initialise())  # first: on disk, what is read takes its place
         leaves = origin.read(at, self.plan, group=self.group, store=self.tiers.store, **self._limits())
-        return Begun(to_state({**fresh, **leaves}, self.plan, self.compute_dtype), 0, None, restored_from)
+        state = to_state({**fresh, **leaves}, self.plan, self.compute_dtype, store=self.tiers.store)
+        return Begun(state, 0, None, restored_from)
 
     def _initialise(self) -> TrainState:
         with self.phases.phase("init"):

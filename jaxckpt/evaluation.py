@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 
 from jaxckpt.data.stream import BatchStream
 from jaxckpt.state.train_state import TrainState
+from jaxckpt.update.layered_eval import DiskEvalStep
 
 
 class Evaluation:
@@ -33,3 +34,5 @@ class Evaluation:
 
     def close(self) -> None:
         self._stream.close()
+        if isinstance(self._eval_fn, DiskEvalStep):
+            self._eval_fn.close()

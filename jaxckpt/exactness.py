@@ -157,14 +157,14 @@ def _shapes(arrays: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{a['dtype']}{a['shape']}" for a in arrays) or "none"
 
 
-def recomputation_change(before: Mapping[str, Any], now: Mapping[str, Any], compute_dtype: str | None) -> str | None:
-    """A warning where a run in a narrow dtype moves its parameters off the device or back; `before`, `now`: placements."""
+def moved_params_warning(before: Mapping[str, Any], now: Mapping[str, Any], training: Mapping[str, Any]) -> str | None:
+    """What to say where parameters leave the device, or come back, and that changes bits; `before`, `now`: placements."""
     was, there = (placement.get("params", "device") != "device" for placement in (before, now))
-    if was == there or compute_dtype in (None, "float32"):
+    dtype = training["compute_dtype"]
+    if was == there or dtype in (None, "float32") or training["accumulation_steps"] == 1:
         return None
     return (
-        f"parameters were {'off' if was else 'on'} the device until this snapshot and are {'off' if there else 'on'} it now. Off the "
-        f"device every layer's forward pass is computed again for its backward pass, which {compute_dtype} rounds in another way: "
-        "from here on the run has other last bits than it would have had, unless the model does so on the device, too "
-        "(model.remat: full)"
+        f"parameters were {'off' if was else 'on'} the device until this snapshot and are {'off' if there else 'on'} it now. On the "
+        f"device the microbatches are a loop within one program, which rounds {dtype} in another way: from here on the run has other "
+        "last bits than it would have had"
     )

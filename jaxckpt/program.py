@@ -13,7 +13,7 @@ from jaxckpt.nvme.array import NvmeArray
 from jaxckpt.observe.phases import Phases
 from jaxckpt.snapshot import host_arrays, packing
 from jaxckpt.snapshot.leaves import stored_leaves, words
-from jaxckpt.state import fingerprint, tree
+from jaxckpt.state import fingerprint
 from jaxckpt.state.nvme import resident
 from jaxckpt.state.train_state import TrainState
 from jaxckpt.update.choose import compiler_options
@@ -107,7 +107,7 @@ class Program:
         self.prepare_saving()
         assert self._finite_check is not None
         # What is on disk was looked at when it was on the device.
-        on_disk = {path: x.is_finite for path, x in tree.flatten(state).items() if isinstance(x, NvmeArray)}
+        on_disk = {path: x.is_finite for path, x in stored_leaves(state).items() if isinstance(x, NvmeArray)}
         found = {**self._finite_check.result()(resident(state)), **on_disk}
         return sorted(path for path, ok in jax.device_get(found).items() if not ok)
 

@@ -21,7 +21,7 @@ from jaxckpt.distributed import watch
 from jaxckpt.distributed.sync import Agreement, Group
 from jaxckpt.errors import ConfigError
 from jaxckpt.evaluation import Evaluation
-from jaxckpt.exactness import recomputation_change
+from jaxckpt.exactness import moved_params_warning
 from jaxckpt.models.layers import Layers
 from jaxckpt.observe.phases import Phases
 from jaxckpt.observe.report import Report
@@ -149,7 +149,8 @@ class Run:
         self._program = Program(step_fn, self.plan, batch, phases=self.phases, is_kept=snapshots is not None)
         self._evaluation: Evaluation | None = None
         if eval_every is not None:
-            eval_fn = make_any_eval_step(parts, loss, self.plan, batch, layers=layers, gathered=gathered)
+            steps = {"layers": layers, "store": self._tiers.store, "gathered": gathered}
+            eval_fn = make_any_eval_step(parts, loss, self.plan, batch, **steps)
             counts = {"every": eval_every, "batches": eval_batches, "global_batch": global_batch}
             self._evaluation = Evaluation(held_out, eval_fn, sharding=rows, **counts)
         self._watch: watch.Watch | None = None
@@ -365,8 +366,7 @@ class Run:
         meta = self._resumed_meta
         if meta is not None and self._is_compiled and not self.stopped:
             here = {**environment(), "mesh": dict(self.mesh.shape), "placement": self._placement.to_json()}
-            change = recomputation_change(meta.get("placement", {}), here["placement"], self._training["compute_dtype"])
-            if change is not None:
-                log.warning("%s", change)
+            if text := moved_params_warning(meta.get("placement", {}), here["placement"], self._training):
+                log.warning("%s", text)
             is_hint = self._beginning.is_compared_by_config(meta)
             self._program.check(meta, here, self._allow_changed, is_hint=is_hint)

@@ -8,14 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jaxckpt.distributed.sync import Group
 from jaxckpt.nvme.array import NvmeArray
 from jaxckpt.nvme.directories import sweep_former
 from jaxckpt.nvme.store import NvmeStore, is_all_finite
-from jaxckpt.snapshot.direct import Box
 from jaxckpt.state import tree
 from jaxckpt.state.fingerprint import fingerprint
 from jaxckpt.state.memory import group_sizes
@@ -119,17 +117,10 @@ class Tiers:
         }
         # A process that compiles longer than another may wait for it in a program must not be late for the program.
         meet("compile what looks at the first state")
-        return {path: self._write(path, x, *jax.block_until_ready(marks[path](x))) for path, x in arrays.items()}
-
-    def _write(self, path: str, x: jax.Array, found: jax.Array, is_finite: jax.Array) -> NvmeArray:
-        bounds = lambda box: tuple(s.indices(n)[:2] for s, n in zip(box, x.shape, strict=True))
-        parts = {bounds(shard.index): shard.data for shard in x.addressable_shards}
-
-        def fill(box: Box, out: np.ndarray) -> None:
-            np.copyto(out, parts[bounds(box)])
-
         assert self.store is not None, "open() comes first"
-        return self.store.write(path, fill, fingerprint=found, is_finite=is_finite)
+        return {
+            path: self.store.write_array(path, x, *jax.block_until_ready(marks[path](x))) for path, x in arrays.items()
+        }
 
 
 def _marks(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -35,14 +35,14 @@ SCENARIOS = {
         "placement.nvme_dir=[{tmp_path}/a,{tmp_path}/b]",
         "placement.bucket_bytes=100KiB",
     ),
-    "bfloat16, parameters and master weights in pinned host memory, moments on a local disk": (
+    "bfloat16, parameters and moments on a local disk, master weights in pinned host memory": (
         "model.compute_dtype=bfloat16",
         "model.scan_layers=false",
         "model.d_ff=2048",  # an array a layer is worth a file only if it is this wide
         "data.seq_len=32",
         "placement.opt_state=nvme",
         "placement.master=pinned_host",
-        "placement.params=pinned_host",
+        "placement.params=nvme",
         "placement.nvme_dir={tmp_path}/a",
     ),
     "accumulation and dropout": ("optimizer.accumulation_steps=2", "model.dropout=0.2"),

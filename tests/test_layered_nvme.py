@@ -1,6 +1,7 @@
-"""Parameters in pinned host memory with their master weights and moments on local disks: the bits of all in host memory."""
+"""Parameters in pinned host memory or on local disks, master weights and moments on disks: the bits of all in host memory."""
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -18,8 +19,10 @@ from jaxckpt.state import tree
 from jaxckpt.state.nvme import resident
 from jaxckpt.state.plan import Placement, make_plan, shardings, unannotated
 from jaxckpt.state.train_state import take_apart
-from jaxckpt.update.choose import make_any_step
-from test_layered import PARTS, Block, Stack, begun, head, pointers, rows, structs
+from jaxckpt.update.choose import make_any_eval_step, make_any_step
+from jaxckpt.update.compiling import kind_of
+from jaxckpt.update.moved import disk_bytes
+from test_layered import PARTS, WIDTH, Block, Stack, begun, head, pointers, rows, structs
 from tiny import differing, mesh_of, to_numpy
 
 ADAMW = optax.adamw(0.01, weight_decay=0.1)
@@ -29,11 +32,12 @@ HOST = Placement(
 
 
 class Tall(Stack):
-    """Layers whose kernels are worth a file each, 288 KiB; their biases and the table are not."""
+    """Layers whose kernels are worth a file each, 288 KiB in float32 or what `width` makes of it; their biases and the table
+    are not."""
 
-    def __init__(self, rngs, depth):
+    def __init__(self, rngs, depth, width):
         super().__init__(rngs)
-        self.body = nnx.Dict(blocks=nnx.List([Block(4608, rngs) for _ in range(depth)]))
+        self.body = nnx.Dict(blocks=nnx.List([Block(width, rngs) for _ in range(depth)]))
 
 
 def on_disks(tmp_path, **changes):
@@ -48,11 +52,12 @@ def make(
     compute_dtype: str | None = "bfloat16",
     layers: Any = PARTS,
     depth=1,
+    width=4608,
     **args,
 ):
     """(step, state, plan, batch structs, store or None); the store is open."""
     mesh = mesh_of(fsdp=fsdp)
-    model, abstract, _ = take_apart(lambda rngs: Tall(rngs, depth), tx, seed=0, compute_dtype=compute_dtype)
+    model, abstract, _ = take_apart(lambda rngs: Tall(rngs, depth, width), tx, seed=0, compute_dtype=compute_dtype)
     plan = make_plan(abstract, mesh, annotations=model.annotations, placement=placement)
     like = structs(rows(0), mesh)
     leaves = on_disk(tree.flatten(plan))
@@ -82,6 +87,9 @@ def end_of(placement, batches, **args):
     assert on_disk(tree.flatten(state)).keys() == on_disk(tree.flatten(plan)).keys()
     end = jax.tree.map(np.asarray, state)
     if store is not None:
+        planned = disk_bytes(step)
+        assert planned.read <= step.moved.bytes_read < 1.01 * planned.read + 4096 * len(store.paths), "and checksums"
+        assert step.moved.bytes_written >= planned.written > 0
         step.close()
         store.close()
     return end, metrics
@@ -134,8 +142,80 @@ def test_the_traced_step_tells_its_programs_and_what_it_closes_over(tmp_path):
     assert parts == {"gradients": 4, "global phase": 1, "update of a bucket": 1}
 
 
-def test_parameters_themselves_on_disk_are_refused_by_name(tmp_path):
-    with pytest.raises(PlanError, match=r"params/body/blocks/0/down/kernel: .*place them in pinned_host"):
-        make(on_disks(tmp_path, params="nvme"), compute_dtype=None)
+WIDE = {"params": "nvme"}
+ON_DISK = {
+    "float32, clipped and skipping, 2 devices": {
+        **{"compute_dtype": None, "fsdp": 2, "depth": 2, "max_grad_norm": 0.05, "nonfinite": "skip"},
+        "tiers": {**WIDE, "master": "device"},
+    },
+    "accumulated, all on disk, the first buckets cached": {
+        **{"width": 9216, "depth": 3, "accumulation_steps": 2},
+        "tiers": {**WIDE, "nvme_cache_bytes": 6 << 20},
+    },
+    "clipped by optax, some parameters and no other state on disk": {
+        **{"width": 9216, "depth": 2, "tx": optax.chain(optax.clip_by_global_norm(0.05), ADAMW)},
+        "tiers": {"master": "pinned_host", "opt_state": "pinned_host", "paths": (("^params/.*/up/", "nvme"),)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ON_DISK)
+def test_parameters_on_disk_give_the_bits_of_parameters_in_host_memory(name, tmp_path):
+    args = dict(ON_DISK[name])
+    tiers = args.pop("tiers")
+    batches = [rows(i, poison="nonfinite" in args and i == 1) for i in range(3)]
+    expected = end_of(HOST, batches, **args)
+    assert not differing(expected, end_of(on_disks(tmp_path, **tiers), batches, **args))
+
+
+def test_layers_alike_are_compiled_once_and_a_plan_counts_how_often_they_run(tmp_path):
+    step, _, plan, like, store = make(on_disks(tmp_path, params="nvme"), depth=3, width=9216, accumulation_steps=2)
+    assert store is not None
+    store.close()
+    traced = step.trace(plan, like)
+    parts = {name: part.times for name, part in parts_of(traced).items()}
+    first = {"embedding": 2, "head": 2, "embedding, backward": 2, "layer": 6, "layer, backward": 6, "norm": 1}
+    assert parts == {**first, "global phase": 1, "update of a bucket": 1}
+    compiled = traced.lower().compile()
+    kinds = [len({kind_of(program) for program in group}) for group in (traced._first.values(), traced._updates)]
+    assert kinds[0] == len(first) + 1, "one for all layers, forward and backward"
+    assert len(compiled.programs) == sum(kinds)
+    x = 4 * 8 * WIDTH * 2  # of a microbatch, in bfloat16
+    gain = 4 * 4
+    assert step.beginning.activation_bytes == 4 * x + gain
+    assert jax.tree.leaves(traced.jaxpr.consts) == []
+
+
+def test_a_loss_from_disks_is_that_from_host_memory(tmp_path):
+    mesh = mesh_of(fsdp=2)
+    model, abstract, _ = take_apart(lambda rngs: Tall(rngs, 2, 9216), ADAMW, seed=0, compute_dtype="bfloat16")
+    found = []
+    for placement in (HOST, on_disks(tmp_path, params="nvme")):
+        plan = make_plan(abstract, mesh, annotations=model.annotations, placement=placement)
+        like, leaves = structs(rows(0), mesh), on_disk(tree.flatten(plan))
+        loss: Any = None
+        with NvmeStore(placement.nvme_dir, leaves, run_id="run") if leaves else nullcontext() as store:
+            args = {"layers": PARTS, "store": store, "gathered": frozenset()}
+            evaluate = make_any_eval_step(model, loss, plan, like, **args)
+            state = begun(abstract, plan)
+            if store is not None:
+                flat = tree.flatten(state)
+                state = tree.unflatten(state, flat | store.write_arrays({path: flat[path] for path in leaves}))
+            for seed in (0, 1):
+                batch = jax.device_put(rows(seed), shardings(like))
+                found.append(to_numpy(evaluate(state.params, state.model_state, batch)))
+            if store is not None:
+                evaluate.close()
+    assert found[:2] == found[2:] and found[0] != found[1]
+
+
+def test_what_cannot_be_on_disk_is_refused_by_name(tmp_path):
+    def scaled(updates, state, params=None):
+        scale = optax.tree.norm(params)
+        return jax.tree.map(lambda u: u / scale, updates), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), scaled)
+    with pytest.raises(PlanError, match=r"params/body/blocks/0/down/kernel is read by the optimizer before any bucket"):
+        make(on_disks(tmp_path, params="nvme"), tx=tx, compute_dtype=None)
     with pytest.raises(PlanError, match="list of layer functions"):
         make(on_disks(tmp_path), layers=None)

@@ -199,9 +199,16 @@ def make_doubling(paths):
 UPDATES = [make_doubling(paths) for paths in BUCKETS]
 
 
-def step(pipeline, *, before=lambda i: None, is_marking=True):
+def step(pipeline, *, before=lambda i: None, is_marking=True, looked_at=None):
+    looked_at = [] if looked_at is None else looked_at
     with pipeline.step() as flow:
-        for i, update in enumerate(UPDATES):
+        for i in range(pipeline.visits):
+            found = flow.take(i)
+            copies = {path: x + 0 for path, x in found.items()}
+            del found
+            flow.release(i, copies)
+            looked_at.append(copies)
+        for i, update in enumerate(UPDATES, pipeline.visits):
             new, marks = update(flow.take(i))
             before(i)
             flow.put(i, new, marks if is_marking else None)
@@ -267,6 +274,51 @@ def test_the_rooms_of_a_step_are_counted_before_it(tmp_path):
             assert (pipeline.buffer_bytes, pipeline.cached_bytes) == (expected, first if cached == first else 0)
             free = [room for rooms in store.rooms._free.values() for room in rooms]
             assert sum(room.nbytes for room in free) == expected, "all of them are there, and no more"
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("cache_bytes", [0, 2 << 20])
+def test_what_is_looked_at_before_is_read_as_often_and_stays_as_it_was(tmp_path, slots, cache_bytes):
+    visits = [("master/b",), (), ("opt_state/mu/w", "master/b"), ("master/b",)]
+    settings = {"visits": visits, "slots": slots, "cache_bytes": cache_bytes}
+    with streaming(tmp_path, **settings) as (store, pipeline):
+        size = lambda path: sum(f.stat().st_size for f in files(store) if path.replace("/", ".") in f.parts)
+        assert [i - len(visits) for i in pipeline.cached] == ([0] if cache_bytes else []), (
+            "the bucket of 2 x 512 KiB, on two devices each"
+        )
+        for n in range(3):
+            looked_at = []
+            _, moved = step(pipeline, looked_at=looked_at)
+            assert [tuple(found) for found in looked_at] == visits
+            for path, x in ((path, x) for found in looked_at for path, x in found.items()):
+                assert np.array_equal(np.asarray(x), expected(path, n)), path
+            check(store, n + 1)
+            assert moved.bytes_written == sum(map(size, LEAVES))
+            # The first step has nothing in its cache.
+            often = {"master/b": 4, "opt_state/mu/w": 2, "opt_state/nu/w": 1}
+            read = sum(count * size(p) for p, count in often.items() if not (cache_bytes and n and p != "master/b"))
+            assert read <= moved.bytes_read < 1.02 * read
+            assert n == 0 or 0.98 * moved.bytes_read < pipeline.bytes_read <= moved.bytes_read
+        free = [room for rooms in store.rooms._free.values() for room in rooms]
+        assert sum(room.nbytes for room in free) <= pipeline.buffer_bytes
+
+
+def test_what_is_written_unread_takes_room_and_no_reading(tmp_path):
+    with streaming(tmp_path, unread=frozenset({"master/b"})) as (store, pipeline):
+        with pipeline.step() as flow:
+            for i, update in enumerate(UPDATES):
+                taken = flow.take(i)
+                if i == 2:
+                    (old,) = taken.values()
+                    new = {"master/b": jax.device_put(jnp.full(old.shape, 3, old.dtype), old.sharding)}
+                    flow.put(i, new)
+                else:
+                    flow.put(i, *update(taken))
+                del taken
+            _, moved = flow.finish()
+        others = sum(f.stat().st_size for f in files(store) if "master.b" not in f.parts)
+        assert others <= moved.bytes_read < 1.02 * others
+        assert np.all(np.asarray(store.current("master/b")) == 3)
 
 
 def test_stripes_share_the_bytes(tmp_path):
@@ -385,7 +437,9 @@ def test_an_error_of_the_update_itself_ends_the_step_and_leaves_no_thread_at_wor
 def test_a_disk_that_is_too_slow_is_named_with_the_seconds(tmp_path):
     with streaming(tmp_path, steps=1) as (_, pipeline):
         pipeline.wait_s = 1e-6
-        with pytest.raises(OffloadError, match=rf"waited 1e-06 s to read bucket 0; now moving {tmp_path}.* for .* s\."):
+        with pytest.raises(
+            OffloadError, match=rf"waited 1e-06 s to read opt_state/mu/w; now moving {tmp_path}.* for .* s\."
+        ):
             step(pipeline)
 
 

@@ -172,9 +172,9 @@ def test_exchanged_shards_of_a_leaf_off_the_device_are_damage(snapshots, tmp_pat
             snapshots.restore(1, plan, store=store)
 
 
-@pytest.mark.parametrize("tier", ["pinned_host", "nvme"])
-def test_the_narrow_params_are_derived_from_master_weights_off_the_device(snapshots, tmp_path, tier):
-    placement = HOST if tier == "pinned_host" else disk(tmp_path, master="nvme")
+@pytest.mark.parametrize(("tier", "params"), [("pinned_host", "device"), ("nvme", "device"), ("nvme", "nvme")])
+def test_the_narrow_params_are_derived_from_master_weights_off_the_device(snapshots, tmp_path, tier, params):
+    placement = HOST if tier == "pinned_host" else disk(tmp_path, master="nvme", params=params)
     plan = planned(placement, "bfloat16", fsdp=2)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(store_of(plan, placement)) if tier == "nvme" else None
@@ -185,7 +185,8 @@ def test_the_narrow_params_are_derived_from_master_weights_off_the_device(snapsh
         assert same(found, expected)
         assert found.params["w"].dtype == jnp.bfloat16
         kinds = jax.tree.map(tier_of, found)
-        assert kinds == jax.tree.map(tier_of, plan) and kinds.master["w"] == tier
+        assert kinds == jax.tree.map(tier_of, plan) and (kinds.master["w"], kinds.params["w"]) == (tier, params)
+        assert verify(snapshots.root, 1) == [] and not list((tmp_path / "run").rglob("params.w*master*"))
 
 
 # Local disks

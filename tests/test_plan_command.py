@@ -22,6 +22,7 @@ from jaxckpt.planning.limits import free_bytes, nvme_limit, snapshot_limit
 from jaxckpt.planning.planner import Wanted, make_plan_report
 from jaxckpt.planning.report import Traffic, step_time
 from jaxckpt.planning.targets import GIB
+from jaxckpt.update.moved import stored
 
 
 def test_products_are_counted_as_often_as_they_run():
@@ -180,6 +181,7 @@ def test_a_run_chooses_by_its_budget_what_its_plan_says(config_file):
         ("opt_state=nvme", "master=pinned_host"),
         ("params=pinned_host", "master=pinned_host", "opt_state=nvme"),
         ("params=pinned_host", "grads=pinned_host"),
+        ("params=nvme", "master=nvme", "opt_state=nvme"),
     ],
 )
 def test_what_a_run_says_that_it_moves_is_what_its_plan_said(config_file, tmp_path, settings):
@@ -188,9 +190,10 @@ def test_what_a_run_says_that_it_moves_is_what_its_plan_said(config_file, tmp_pa
     summed = ("data.batch_size=16", "optimizer.accumulation_steps=2")
     config = load_config(str(config_file), [*placed, *large, *(summed if "grads=pinned_host" in settings else ())])
     planned = make_plan_report(config, Wanted())
-    on_disk = sum(g.bytes_per_device for g in planned.groups if g.tier == "nvme")
+    on_disk = sum(g.bytes_per_device for g in stored(planned.groups) if g.tier == "nvme")
     assert (on_disk > 0) == ("opt_state=nvme" in settings)
-    assert planned.placement.grads == ("pinned_host" if "params=pinned_host" in settings else "device")
+    assert ("params", "nvme") in {(g.group, g.tier) for g in planned.groups} or "params=nvme" not in settings
+    assert planned.placement.grads == ("device" if settings[0] == "opt_state=nvme" else "pinned_host")
     with build_unopened(config) as run:
         moved = run._tiers.moved()
     # On CPU fingerprints are not made in every step.

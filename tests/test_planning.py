@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -236,7 +236,9 @@ def device_need(plan, away):
     """What the step takes of a device while the leaves with these paths are elsewhere, summed up anew."""
     size = {p: leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) for p, x in tree.flatten(plan).items()}
     of_weight = lambda name: sum(size[p] for p in away if p.split("/")[-1] == name)
-    buckets = 4 * min(max(1 << 16, *map(of_weight, plan.params)), sum(size[p] for p in away)) if away else 0
+    total = sum(size[p] for p in away)
+    # The bucket at hand, which is one large weight maybe, and the next one, each as it was and as it will be.
+    buckets = 2 * (min(max(1 << 16, *map(of_weight, plan.params)), total) + min(1 << 16, total)) if away else 0
     stays = sum(n for p, n in size.items() if p not in away)
     if any(p.startswith("params") for p in away):
         return stays + NEEDS.working_bytes + buckets
@@ -246,6 +248,7 @@ def device_need(plan, away):
 
 @settings(deadline=None, max_examples=60)
 @given(states, st.integers(0, 40 * BIG))
+@example(state_of([BIG // 2, BIG // 2], has_master=False, split=False), 3277808)
 def test_nothing_leaves_the_device_that_could_stay_in_this_order(plan, device):
     flat = tree.flatten(plan)
     steps = [[p] for group in ("opt_state", "master") for p in flat if p.startswith(group) and flat[p].ndim]

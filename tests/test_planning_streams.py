@@ -1,8 +1,11 @@
 """The plan of a step in several programs: its gradients in host memory, and what all of its buckets move."""
 
+import dataclasses
+
 import jax
 import pytest
 
+from jaxckpt.errors import PlanError
 from jaxckpt.planning.budget import Budget, Needs
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.planning.hlo import HostCopy, HostUse
@@ -11,7 +14,7 @@ from jaxckpt.state import tree
 from jaxckpt.state.memory import GroupSize, leaf_bytes
 from jaxckpt.state.nvme import tier_of
 from jaxckpt.state.plan import Placement
-from jaxckpt.update.moved import Buffers, host_buffers
+from jaxckpt.update.moved import Buffers, DiskBytes, disk_bytes, host_buffers
 from test_layered_nvme import HOST, make, on_disks
 from test_plan_command import CONFIG
 from test_plan_command import plan as plan_of
@@ -63,9 +66,12 @@ def test_the_buffers_of_a_step_from_disks_count_and_the_buckets_move_all_that_li
     d2h = sum(away(u.old.values()) + away(u.derived.values()) for u in step.updates)
     compiled = {"gradients": program(), A_BUCKET: program(("h2d", 1, False), ("d2h", 1, True))}
     once = {"gradients": 1, A_BUCKET: 1}
-    found = traffic_of(
-        state_groups(plan), compiled, once, gradient_bytes=gradients, local_devices=2, microbatches=1
-    )  # fmt: skip
+    disk = disk_bytes(step)
+    assert (
+        disk.read == disk.written == sum(on_disk.nbytes for u in step.updates for on_disk in map(u.old.get, u.on_disk))
+    )
+    found = traffic_of(state_groups(plan), compiled, once, gradient_bytes=gradients, disk=disk, microbatches=1)
+    assert (found.disk_read, found.disk_write) == (disk.read, disk.written)
     assert (found.h2d, found.d2h, found.exposed_h2d, found.exposed_d2h) == (h2d, d2h, h2d, 0)
 
 
@@ -77,10 +83,10 @@ def test_the_buffers_of_a_step_from_disks_count_and_the_buckets_move_all_that_li
     ],
 )
 def test_what_a_step_moves_where_nothing_was_compiled(microbatches, gradient_bytes, h2d, d2h):
-    sizes = {"gradient_bytes": gradient_bytes, "local_devices": 3, "microbatches": microbatches}
-    assert traffic_of(GROUPS, {}, {}, **sizes) == Traffic(h2d, d2h, h2d, d2h, 36, 36)
+    sizes = {"gradient_bytes": gradient_bytes, "disk": DiskBytes(24, 36), "microbatches": microbatches}
+    assert traffic_of(GROUPS, {}, {}, **sizes) == Traffic(h2d, d2h, h2d, d2h, 24, 36)
     marked = traffic_of(GROUPS, {}, {}, **sizes, is_marking=True)
-    assert marked == Traffic(h2d + 12, d2h, h2d + 12, d2h, 36, 36), "fingerprints read what goes to the disks"
+    assert marked == Traffic(h2d + 12, d2h, h2d + 12, d2h, 24, 36), "fingerprints read what goes to the disks"
 
 
 def test_the_largest_bucket_stands_for_all_and_no_byte_counts_twice():
@@ -90,12 +96,11 @@ def test_the_largest_bucket_stands_for_all_and_no_byte_counts_twice():
         A_BUCKET: program(("h2d", 3, True), ("h2d", 4, False), ("d2h", 7, True)),  # half of all buckets
     }
     times = {"gradients": 2, "global phase": 1, A_BUCKET: 1}
-    found = traffic_of(GROUPS, compiled, times, gradient_bytes=2, local_devices=1, microbatches=2, is_marking=True)
+    sizes = {"disk": DiskBytes(12, 12), "microbatches": 2}
+    found = traffic_of(GROUPS, compiled, times, gradient_bytes=2, is_marking=True, **sizes)
     # 2 x 4 by the gradients, 5, the update's 2 + 12, and 12 once more for fingerprints; exposed of it 2, 5, 4/7 of 14, 12.
     assert found == Traffic(8 + 5 + 14 + 12, 2 * 2 + 14, 2 + 5 + 8 + 12, 0, 12, 12)
-    one = traffic_of(
-        GROUPS, {"step": compiled["gradients"]}, {"step": 1}, gradient_bytes=0, local_devices=1, microbatches=1
-    )
+    one = traffic_of(GROUPS, {"step": compiled["gradients"]}, {"step": 1}, gradient_bytes=0, **sizes)
     assert one == Traffic(4, 2, 1, 0, 12, 12)
 
 
@@ -130,6 +135,28 @@ def test_with_parameters_away_and_anything_on_a_disk_a_budget_counts_the_gradien
     assert on_disk.host_bytes == 2 * found["pinned_host"] + gradients + buffers
     summed = choose(plan, Budget(device, host=in_memory.host_bytes * 2 // 3, nvme=None), Needs(sums_gradients=True))
     assert summed == on_disk, "they are there anyway"
+
+
+def test_a_budget_puts_parameters_on_disks_last_and_counts_their_largest_layer():
+    plan = state_of([4 * BIG] * 12)
+    of_layers = lambda group: {
+        "layers": {str(i): {w: group[w] for w in (f"w{2 * i}", f"w{2 * i + 1}")} for i in range(6)}
+    }
+    moments = {**plan.opt_state, **{k: of_layers(plan.opt_state[k]) for k in ("mu", "nu")}}
+    plan = dataclasses.replace(
+        plan, params=of_layers(plan.params), master=of_layers(plan.master), opt_state=moments
+    )  # fmt: skip
+    device = choose(plan, Budget(), Needs()).device_bytes // 3
+    weight = 4 * BIG  # bytes of one in bfloat16 on each of two devices, half of it
+    # Gradients, and four slots: of a layer's two weights in bfloat16, or of one weight with all that is updated with it.
+    least = 2 * (12 * weight + 4 * 7 * weight)
+    found = choose(plan, Budget(device, host=least, nvme=None), Needs())
+    assert (found.placement.params, found.placement.master, found.placement.opt_state) == ("nvme",) * 3
+    assert found.host_bytes == least and not totals(plan, found.placement)["pinned_host"]
+    more = choose(plan, Budget(device, host=least + 2 * weight, nvme=None), Needs()).placement
+    assert [more.tier(path, x) for path, x in tree.flatten(plan).items()].count("pinned_host") == 1
+    with pytest.raises(PlanError, match=rf"budget.host of {least:,} bytes"):
+        choose(plan, Budget(device, host=least - 1, nvme=None), Needs())
 
 
 def test_on_the_cpu_a_program_runs_beside_all_that_it_is_not_given(tmp_path):

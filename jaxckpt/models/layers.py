@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 X = Any
 """what flows from layer to layer: a pytree of floating-point arrays, of any shapes; its gradient flows back"""
@@ -36,6 +37,23 @@ class Layers:
     def __call__(self, model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         """The loss of the whole model: the parts one after the other, for training on the device and for evaluation."""
         x, context = self.embed(model, batch)
+        x = rounded(x)
         for layer in reduce(getattr, self.path.split("/"), model):
-            x = self.layer(layer, x, context)
+            x = rounded(self.layer(layer, x, context))
         return self.head(model, x, batch)
+
+
+def rounded(x: X) -> X:
+    """`x` as its dtype holds it, also to whoever reads it within the same compiled program.
+
+    XLA leaves out the conversions between a float32 sum in bfloat16 and the next float32 product, and so a layer would read
+    other bits than it finds where x has been in memory: where the layer is computed again, or is a program of its own.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        if x.dtype.itemsize >= 4:
+            return x
+        kind = jnp.finfo(x.dtype)
+        return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant).astype(x.dtype)
+
+    return jax.tree.map(one, x)

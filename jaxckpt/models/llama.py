@@ -19,7 +19,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt.models.layers import Layers
+from jaxckpt.models.layers import Layers, rounded
 from jaxckpt.models.llama_config import OFFLOADED as OFFLOADED
 from jaxckpt.models.llama_config import REMAT_POLICIES as REMAT_POLICIES
 from jaxckpt.models.llama_config import SHARDING_RULES as SHARDING_RULES
@@ -151,7 +151,7 @@ class Layer(nnx.Module):
     def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array], segment_ids: jax.Array | None) -> jax.Array:
         x = checkpoint_name(x, "layer_input")
         x = x + self.dropout(self.attn(self.attn_norm(x), rope, segment_ids))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return rounded(x + self.dropout(self.mlp(self.mlp_norm(x))))
 
 
 class Llama(nnx.Module):

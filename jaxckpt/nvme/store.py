@@ -152,13 +152,18 @@ class NvmeStore:
         return {path: self.current(path) for path in marks}
 
     def write(
-        self, path: str, fill: Callable[[Box, np.ndarray], None], *, fingerprint: jax.Array, is_finite: jax.Array
+        self,
+        path: str,
+        fill: Callable[[Box, np.ndarray], None],
+        *,
+        fingerprint: jax.Array | None = None,
+        is_finite: jax.Array | None = None,
     ) -> NvmeArray:
         """Writes a whole leaf, shard after shard, with one shard of it in memory; not while a step runs.
 
         `fill(box, out)` is called for each distinct shard that this process holds, and writes that part of the leaf to
         `out`, an array of the shard's shape which holds anything. `fingerprint` (uint32[2]) and `is_finite` (bool[]) are
-        of the whole leaf.
+        of the whole leaf; without them, see `commit`.
         """
         leaf = self._leaves[path]
         for place, devices in leaf.devices.items():
@@ -171,20 +176,24 @@ class NvmeStore:
             except OSError as e:
                 raise told(e, file, "writing") from e
             self.rooms.give([room])
-        return self.commit({path: (fingerprint, is_finite)})[path]
+        known = None if fingerprint is None or is_finite is None else (fingerprint, is_finite)
+        return self.commit({path: known})[path]
+
+    def write_array(
+        self, path: str, x: jax.Array, fingerprint: jax.Array | None = None, is_finite: jax.Array | None = None
+    ) -> NvmeArray:
+        """As `write`, of a whole leaf that lies on the devices, laid out as the plan says."""
+        bounds = lambda box: tuple(s.indices(n)[:2] for s, n in zip(box, x.shape, strict=True))
+        parts = {bounds(shard.index): shard.data for shard in x.addressable_shards}
+        fill = lambda box, out: np.copyto(out, np.asarray(parts[bounds(box)]))
+        return self.write(path, fill, fingerprint=fingerprint, is_finite=is_finite)
 
     def write_arrays(self, arrays: Mapping[str, jax.Array]) -> dict[str, NvmeArray]:
-        """Writes whole leaves that lie on the devices, laid out as the plan says."""
-        found = {}
-        for path, x in arrays.items():
-            parts = {tuple(s.indices(n)[0] for s, n in zip(part.index, x.shape, strict=True)): part.data
-                     for part in x.addressable_shards}  # fmt: skip
-
-            def fill(box: Box, out: np.ndarray, parts: dict[tuple[int, ...], jax.Array] = parts) -> None:
-                np.copyto(out, np.asarray(parts[tuple(s.start for s in box)]))
-
-            found[path] = self.write(path, fill, fingerprint=of_array(x), is_finite=_all_finite(x, self.struct(path)))
-        return found
+        """As `write_array`, with their marks."""
+        return {
+            path: self.write_array(path, x, of_array(x), _all_finite(x, self.struct(path)))
+            for path, x in arrays.items()
+        }
 
     def _read_marks(self, path: str) -> Marks:
         leaf, array = self._leaves[path], self.current(path)

@@ -168,10 +168,15 @@ class _Room:
             gradients = [self.gradient_bytes * self.local_devices * self._do_gradients_leave(away, n) for n in (0, 1)]
             copied = sum(x.once_bytes for x in self.leaves if not x.is_derived)
             bucket, on_disk = _Bucket(self.bucket_bytes), 0
+            layers: dict[str, int] = defaultdict(int)  # of parameters on disks, which are read a layer at a time
             sizes = [pinned + gradients[0] + self._saving_bytes(copied)]
             for x in self._for_disks(away):
-                pinned, copied, on_disk = pinned - x.process_bytes, copied - x.once_bytes, on_disk + x.process_bytes
-                buffers = NVME_SLOTS * bucket.add([x]) * self.local_devices + min(self.needs.cache_bytes, on_disk)
+                pinned, on_disk = pinned - x.process_bytes, on_disk + x.process_bytes
+                copied -= 0 if x.is_derived else x.once_bytes
+                if x.group == "params":
+                    layers[_layer_of(x.path)] += x.device_bytes
+                largest = max(bucket.add([x]), *layers.values(), 0)
+                buffers = NVME_SLOTS * largest * self.local_devices + min(self.needs.cache_bytes, on_disk)
                 sizes.append(pinned + gradients[1] + buffers + self._saving_bytes(copied))
             self._host[away] = sizes
         return self._host[away]
@@ -253,8 +258,7 @@ class _Room:
         return [x for piece in self.pieces[:away] for x in piece]
 
     def _for_disks(self, away: int) -> list[_Leaf]:
-        # Parameters are fetched in every layer, which reads them from host memory alone.
-        return [x for x in self._gone(away) if not x.is_small and x.group != "params"]
+        return [x for x in self._gone(away) if not x.is_small]
 
     def _do_gradients_leave(self, away: int, disk: int) -> bool:
         """Whether all gradients are in host memory at once: a layer that fetches its weights has no state from disks at hand."""
@@ -346,6 +350,13 @@ def _leaves(plan: Any, local_devices: int) -> list[_Leaf]:
             )
         )
     return found
+
+
+def _layer_of(path: str) -> str:
+    """The beginning of a parameter's path that names its layer, up to the first number; '' outside the layers."""
+    parts = path.split("/")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return "/".join(parts[: numbers[0] + 1]) if numbers else ""
 
 
 def _is_movable(group: str, x: Any) -> bool:

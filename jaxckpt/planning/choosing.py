@@ -79,14 +79,14 @@ def device_parts(subject: Subject, programs: Mapping[str, GpuPlan]) -> Mapping[s
     """What each device holds at its fullest, in bytes by what it is for, as the compiler has planned `programs`."""
     groups = report.state_groups(subject.plan)
     # A program is not given all of the state; the rest of it stays where it is meanwhile.
-    lasting = report.tier_bytes(groups, "device") + report.batch_bytes(subject.batch)
+    lasting = report.tier_bytes(groups, "device") + report.batch_bytes(subject.batch) + subject.activation_bytes
     if any(program.target == "cpu" for program in programs.values()):
         # What is in host memory counts among the arguments of its programs.
         lasting += report.tier_bytes(groups, "pinned_host") + subject.buffers.gradients
     elsewhere = lambda p: max(0, lasting - p.argument_bytes) if len(programs) > 1 else 0
     fullest = max(programs.values(), key=lambda p: p.peak_bytes + elsewhere(p))
     return {
-        "state elsewhere": elsewhere(fullest),
+        "state and activations elsewhere" if subject.activation_bytes else "state elsewhere": elsewhere(fullest),
         "state and batch": fullest.argument_bytes,
         "results beside them": fullest.output_bytes - fullest.alias_bytes,
         "while the step runs": fullest.temp_bytes,
@@ -105,6 +105,7 @@ def device_use(
         parts = {
             "state": report.tier_bytes(groups, "device"),
             "batch": report.batch_bytes(subject.batch),
+            "activations between layers": subject.activation_bytes,
             "gradients": gradient_bytes(config, groups) if are_params_here else 0,
             "buckets": 2 * subject.bucket_bytes,  # the one at hand, as it was and as it will be
         }

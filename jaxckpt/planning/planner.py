@@ -25,6 +25,7 @@ from jaxckpt.state.memory import GroupSize
 from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import TrainState
 from jaxckpt.update.choose import compiler_options
+from jaxckpt.update.moved import stored
 
 _NOT_COMPILED = "the step was not compiled: activations are not counted; give --target"
 
@@ -95,8 +96,11 @@ class _Planner:
             programs if self.target else {},
             {name: part.times for name, part in subject.programs.items()},
             gradient_bytes=subject.buffers.gradients,
-            cache_bytes=subject.buffers.cache,
-            local_devices=self.local_devices,
+            disk=replace(
+                subject.disk_bytes,
+                read=subject.disk_bytes.read // self.processes,
+                written=subject.disk_bytes.written // self.processes,
+            ),
             microbatches=self.config.optimizer.accumulation_steps,
             is_marking=is_marking,
         )
@@ -116,7 +120,7 @@ class _Planner:
             steps=self.config.steps,
             problems=problems,
             nearest=self._nearest(subject, uses) if any(not use.fits for use in uses) else (),
-            notes=[*self._notes(uses, programs, tier_bytes(groups, "nvme") * is_marking), *self.notes],
+            notes=[*self._notes(uses, programs, tier_bytes(stored(groups), "nvme") * is_marking), *self.notes],
         )
 
     # ------------------------------------------------------------------------------------------------ the subject

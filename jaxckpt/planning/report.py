@@ -12,7 +12,7 @@ from jaxckpt.planning.budget import COPIES_ON_DISK, bounded
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.state.memory import GroupSize, group_sizes, leaf_bytes
 from jaxckpt.state.plan import Placement
-from jaxckpt.update.moved import Buffers, fetched_by_update, moved_bytes, off_device, stored
+from jaxckpt.update.moved import Buffers, DiskBytes, fetched_by_update, moved_bytes, off_device, stored
 
 A_BUCKET = "update of a bucket"
 """the program, of a step with state on disks, that stands for those of all buckets: the largest"""
@@ -204,20 +204,18 @@ def traffic_of(
     times: Mapping[str, int],
     *,
     gradient_bytes: int,
-    cache_bytes: int = 0,
-    local_devices: int,
+    disk: DiskBytes,
     microbatches: int,
     is_marking: bool = False,
 ) -> Traffic:
     """What a step moves: by the compiled schedules, or by what lives where if there are none.
 
-    `times`: how often a step runs each program. `gradient_bytes`, `cache_bytes`: of `Buffers`. `is_marking`: whether what
+    `times`: how often a step runs each program. `gradient_bytes`: of `Buffers`. `disk`: of each process. `is_marking`: whether what
     goes to disks is fetched once more, for its fingerprints. Of the buckets of state on disks only the largest was
     compiled: all of them move what lives where, the share of it that is exposed is the largest one's.
     """
-    on_disk = tier_bytes(groups, "nvme")
     if programs:
-        marks = {"h2d": on_disk * is_marking, "d2h": 0}
+        marks = {"h2d": tier_bytes(stored(groups), "nvme") * is_marking, "d2h": 0}
         update = {"h2d": fetched_by_update(groups, gradient_bytes), "d2h": off_device(groups)}
         moved = lambda way, of: sum(times[k] * of(p.host) for k, p in programs.items() if k != A_BUCKET)
         total = {way: moved(way, lambda host, way=way: host.total(way)[1]) for way in update}
@@ -231,8 +229,7 @@ def traffic_of(
             groups, gradient_bytes=gradient_bytes, microbatches=microbatches, is_marking=is_marking
         )
         bare = total = {"h2d": to_device, "d2h": from_device}
-    read, written = (on_disk - cache_bytes) * local_devices, on_disk * local_devices
-    return Traffic(total["h2d"], total["d2h"], bare["h2d"], bare["d2h"], read, written)
+    return Traffic(total["h2d"], total["d2h"], bare["h2d"], bare["d2h"], disk.read, disk.written)
 
 
 def _exposed_share(program: GpuPlan, way: str) -> float:

@@ -8,7 +8,8 @@ from jaxckpt.planning.budget import largest_bucket
 from jaxckpt.run import Run
 from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import TrainState
-from jaxckpt.update.moved import Buffers, host_buffers
+from jaxckpt.update.moved import Buffers, DiskBytes, disk_bytes, host_buffers
+from jaxckpt.update.nvme_programs import NvmeStep
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Subject:
     bucket_bytes: int = 0
     """of each device: the largest bucket that streams through the update"""
     buffers: Buffers = field(default_factory=Buffers)
+    disk_bytes: DiskBytes = field(default_factory=DiskBytes)
+    """of all devices"""
+    activation_bytes: int = 0
+    """of each device, kept from one program of a step to another"""
 
 
 def outline_of(run: Run) -> tuple[TrainState, Any]:
@@ -44,7 +49,11 @@ def subject_of(run: Run) -> Subject:
     if buffers.gradients:
         placement = replace(placement, grads="pinned_host")  # asked for or not
     bucket = largest_bucket(run.plan, placement.bucket_bytes)
-    return Subject(run.plan, program._batch, placement, parts_of(traced), bucket, buffers)
+    step = program._step_fn
+    activations = step.beginning.activation_bytes if isinstance(step, NvmeStep) else 0
+    return Subject(
+        run.plan, program._batch, placement, parts_of(traced), bucket, buffers, disk_bytes(step), activations
+    )
 
 
 def parts_of(traced: Any) -> dict[str, Part]:
@@ -52,7 +61,6 @@ def parts_of(traced: Any) -> dict[str, Part]:
 
     Of the buckets from disks the largest stands for all, which differ in size alone.
     """
-    if hasattr(traced, "programs"):
-        times = {"gradients": traced.step._microbatches}
-        return {name: Part(program, times.get(name, 1)) for name, program in traced.programs.items()}
+    if hasattr(traced, "parts"):
+        return {name: Part(*part) for name, part in traced.parts.items()}
     return {"step": Part(traced)}

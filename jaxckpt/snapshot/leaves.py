@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxckpt.errors import SnapshotError, listed
 from jaxckpt.nvme.array import NvmeArray, holders
+from jaxckpt.nvme.store import NvmeStore
 from jaxckpt.snapshot.shards import array_directory as array_directory
 from jaxckpt.state import tree
-from jaxckpt.state.nvme import tier_of
+from jaxckpt.state.nvme import NvmeStruct, tier_of
 from jaxckpt.state.train_state import TrainState, narrow
 
 
@@ -71,14 +72,26 @@ def num_bytes(x: Any) -> int:
     return math.prod(x.shape) * np.dtype(x.dtype).itemsize
 
 
-def to_state(arrays: dict[str, jax.Array], plan: TrainState, compute_dtype: Any) -> TrainState:
-    """The training state of stored leaves laid out as `plan`; the narrow params are derived where there is a master."""
+def to_state(
+    arrays: dict[str, jax.Array], plan: TrainState, compute_dtype: Any, *, store: NvmeStore | None
+) -> TrainState:
+    """The training state of stored leaves laid out as `plan`; the narrow params are derived where there is a master, and
+    written to `store` where they live on disk."""
     full = tree.unflatten(_full(plan), arrays)
     if plan.master is None:
         return full
-    # Leaf by leaf: the whole of the master weights need not fit on the devices.
-    derive = lambda x, p: jax.block_until_ready(_narrowing(x.sharding, p.sharding, compute_dtype)(_as_array(x)))
-    params = jax.tree.map(derive, full.params, plan.params)
+    weights = tree.flatten(full.params)
+
+    def derive(path: str, p: Any) -> Any:
+        # Leaf by leaf: the whole of the master weights need not fit on the devices.
+        x = weights[path]
+        found = jax.block_until_ready(_narrowing(x.sharding, p.sharding, compute_dtype)(_as_array(x)))
+        if not isinstance(p, NvmeStruct):
+            return found
+        assert store is not None, "a plan with leaves on disk has a store"
+        return store.write_array(f"params/{path}", found)
+
+    params = tree.map_with_path(derive, plan.params)
     return TrainState(full.step, params, full.params, full.opt_state, full.model_state)
 
 

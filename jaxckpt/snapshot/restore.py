@@ -53,7 +53,7 @@ def read_snapshot(
     limits = {"timeout_s": timeout_s, "restore_bytes": restore_bytes}
     arrays = read_leaves(root, step, leaves, group=group, store=store, **limits)
     data = orbax_io.read_json(steps.step_path(root, step), "data")
-    return Snapshot(to_state(arrays, plan, compute_dtype), data, meta)
+    return Snapshot(to_state(arrays, plan, compute_dtype, store=store), data, meta)
 
 
 def read_meta(root: epath.Path, step: int) -> dict[str, Any]:

@@ -71,7 +71,8 @@ def read_into(
 
 def _own_path(path: str, store: NvmeStore) -> str:
     """The leaf's path in the training state: master weights stand under `params` in a snapshot."""
-    return path if path in store.paths else path.replace("params/", "master/", 1)
+    master = path.replace("params/", "master/", 1)
+    return master if master in store.paths else path
 
 
 def _reader(root: epath.Path, struct: NvmeStruct) -> Callable[[Box, np.ndarray], None]:

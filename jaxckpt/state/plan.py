@@ -34,7 +34,7 @@ class Placement:
     """The tier of each group of state that may leave the device, and how it streams through the update.
 
     `paths` are (regex, tier): a leaf takes the tier of the first regex found in its path ('opt_state/0/nu/...'), else
-    that of its group. Scalars stay on the device, and parameters cannot be in nvme. `grads` says where gradients are summed up.
+    that of its group. Scalars stay on the device. `grads` says where gradients are summed up.
     """
 
     params: Tier = "device"

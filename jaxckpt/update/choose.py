@@ -7,13 +7,15 @@ import optax
 
 from jaxckpt.errors import PlanError
 from jaxckpt.models.layers import Layers
+from jaxckpt.nvme.array import on_disk
 from jaxckpt.nvme.store import NvmeStore
+from jaxckpt.state import tree
 from jaxckpt.state.nvme import tier_of
 from jaxckpt.state.plan import Placement
 from jaxckpt.state.train_state import Model, TrainState
 from jaxckpt.update.gradients import Loss
 from jaxckpt.update.layered import make_layered_step
-from jaxckpt.update.layered_eval import make_layered_eval_step
+from jaxckpt.update.layered_eval import DiskEvalStep, make_layered_eval_step
 from jaxckpt.update.nvme_step import make_nvme_step
 from jaxckpt.update.step import make_eval_step, make_train_step
 
@@ -51,9 +53,19 @@ def make_any_step(
 
 
 def make_any_eval_step(
-    model: Model, loss: Loss, plan: TrainState, batch: Any, *, layers: Layers | None, gathered: frozenset[str]
+    model: Model,
+    loss: Loss,
+    plan: TrainState,
+    batch: Any,
+    *,
+    layers: Layers | None,
+    store: NvmeStore | None,
+    gathered: frozenset[str],
 ) -> Any:
-    """Jitted (params, model state, batch) -> (sum of losses, number of targets), with the model in eval mode."""
+    """(params, model state, batch) -> (sum of losses, number of targets), with the model in eval mode; jitted, or called like
+    a jitted function."""
+    if layers is not None and store is not None and on_disk(tree.flatten(plan.params)):
+        return DiskEvalStep(model, layers, plan, batch, store, gathered=gathered)
     if layers is not None and _do_params_leave(plan):
         return make_layered_eval_step(model, layers, plan, batch, gathered=gathered)
     return make_eval_step(model, loss, plan, batch, gathered=gathered)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jaxckpt.nvme.array import on_disk
@@ -62,6 +61,7 @@ class DiskBucket:
         self.derived = {f"params/{p}": params[p] for p in bucket.weights} if has_master else {}
         """the plan of the params that are the master weights in another dtype"""
         self.on_disk = tuple(on_disk(self.old))
+        self.derived_on_disk = tuple(on_disk(self.derived))
         self.shared = tuple(path for path, weight in split.owner.items() if weight is None)
         self._update, self._finish, self._is_skipping = split.bucket(bucket.weights), finish, is_skipping
 
@@ -131,13 +131,6 @@ def struct_of(x: Any) -> jax.ShapeDtypeStruct:
     """A leaf as its bucket's jit gets and returns it: what lies on disk comes by way of pinned host memory."""
     sharding = x.sharding.with_memory_kind("pinned_host") if isinstance(x, NvmeStruct) else x.sharding
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def kind_of(traced: jax.stages.Traced) -> Any:
-    """What tells the programs of two buckets apart: operations, constants, and where everything lies."""
-    constants = tuple((np.shape(x), np.asarray(x).tobytes()) for x in traced.jaxpr.consts)
-    placed = str((jax.tree.map(str, traced.args_info), traced.out_info))
-    return str(traced.jaxpr), constants, placed
 
 
 def _put(leaves: list[Any], plan: Mapping[str, Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """From a batch to a gradient: forward, backward, microbatches, and what must be known of all gradients at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,7 +73,7 @@ def make_gradient_phase(
         total, count, sums, model_state = jax.lax.optimization_barrier(found)
         denominator = denominator_of(count)
         mean = total / denominator
-        grad_norm = global_norm(jax.tree.map(lambda g: mean_gradient(g, denominator), sums))
+        grad_norm = norm_of(square_sums(jax.tree.leaves(sums), count), denominator)
         grads = jax.tree.map(lambda g: mean_gradient(g, denominator, grad_norm, max_grad_norm), sums)
         finite = jnp.isfinite(mean) & jnp.isfinite(grad_norm)
         metrics = step_metrics(mean, grad_norm, count, finite, batch, plan)
@@ -141,14 +141,27 @@ def denominator_of(count: jax.Array) -> jax.Array:
     return jnp.where(count > 0, count, 1).astype(jnp.float32)
 
 
-def global_norm(grads: Any) -> jax.Array:
-    """float32[], as optax.tree.norm computes it, to the same bits in every program.
+def square_sums(sums: Sequence[jax.Array], count: jax.Array) -> list[jax.Array]:
+    """float32[] of each of some gradients of the sum of losses, to the same bits in every program.
+
+    A CPU adds up in an order that depends on what else XLA fuses with the sum, and so it gets a computation of its own there.
+    """
+    add_up = lambda sums: [jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32)))) for g in sums]
+
+    def in_a_branch(sums: list[jax.Array], count: jax.Array) -> list[jax.Array]:
+        # XLA does not know that it is always taken, and fuses nothing across; barriers it drops before it fuses.
+        return jax.lax.cond(count >= 0, add_up, lambda sums: [jnp.float32(jnp.nan) for _ in sums], sums)
+
+    return jax.lax.platform_dependent(list(sums), count, cpu=in_a_branch, default=lambda sums, _: add_up(sums))
+
+
+def norm_of(squares: Sequence[jax.Array], denominator: jax.Array) -> jax.Array:
+    """float32[], the norm of the mean gradient (sqrt of the sum of squares, as optax.tree.norm), from `square_sums` of all.
 
     The sums of the leaves stand behind a barrier: XLA turns a sum of all-reduces into an all-reduce of sums where nobody
     else uses them, which rounds in another order.
     """
-    sums = jax.lax.optimization_barrier([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)])
-    return jnp.sqrt(sum(sums))
+    return jnp.sqrt(sum(jax.lax.optimization_barrier(list(squares)))) / denominator
 
 
 def clipped(g: jax.Array, norm: jax.Array, max_norm: float) -> jax.Array:

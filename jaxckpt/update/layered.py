@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxckpt.models.layers import Layers
+from jaxckpt.nvme.array import on_disk
 from jaxckpt.nvme.store import NvmeStore
 from jaxckpt.state import tree
 from jaxckpt.state.mesh import replicated
@@ -31,12 +32,15 @@ from jaxckpt.update.gradients import (
     kept,
     mean_gradient,
     mean_gradient_apart,
+    norm_of,
     split_microbatches,
+    square_sums,
     step_metrics,
 )
 from jaxckpt.update.host import fetched
 from jaxckpt.update.host_gradients import HostGradients
 from jaxckpt.update.layer_buckets import make_layer_buckets
+from jaxckpt.update.layer_programs import LayerGradients
 from jaxckpt.update.nvme_begin import LayerByLayer, given_of
 from jaxckpt.update.nvme_programs import NvmeStep, check_on_disk
 from jaxckpt.update.parts import Leaves, Parts, make_parts
@@ -91,7 +95,7 @@ def make_layered_step(
     )  # fmt: skip
     is_waiting = accumulation_steps > 1 or max_grad_norm is not None or nonfinite == "skip"
     if store is not None:
-        return step.from_disk(store, cache_bytes=placement.nvme_cache_bytes, is_marking=is_marking)
+        return step.from_disk(store, rows, cache_bytes=placement.nvme_cache_bytes, is_marking=is_marking)
     if is_waiting or split.kind != "leaf" or placement.grads == "pinned_host":
         return TwoPrograms(step.host_gradients(), step.update)
     return jax.jit(
@@ -127,11 +131,17 @@ class _Layered:
         self._grads_plan = _grads_plan(plan, is_summed=accumulation_steps > 1)
 
     def host_gradients(self) -> HostGradients:
-        counts = (self._parts.count_dtype, self._accumulation_steps)
-        return HostGradients(self.gradients, self._plan, self._batch, self._grads_plan, *counts)
+        return HostGradients(self.gradients, *self._buffers())
 
-    def from_disk(self, store: NvmeStore, *, cache_bytes: int, is_marking: bool | None) -> NvmeStep:
-        """The step whose buckets come from the disks, in the order of `update`."""
+    def layer_gradients(self, microbatch: Any) -> LayerGradients:
+        """The same where weights come from the disks."""
+        return LayerGradients(self._parts, microbatch, self._added, self._norm, self._seed, *self._buffers())
+
+    def _buffers(self) -> tuple[Any, ...]:
+        return self._plan, self._batch, self._grads_plan, self._parts.count_dtype, self._accumulation_steps
+
+    def from_disk(self, store: NvmeStore, microbatch: Any, *, cache_bytes: int, is_marking: bool | None) -> NvmeStep:
+        """The step whose buckets come from the disks, in the order of `update`, and maybe the weights of the layers."""
         split, plan = self._split, self._plan
         finish = partial(mean_gradient, max_norm=self._max_grad_norm)
         updates = [
@@ -140,7 +150,9 @@ class _Layered:
             for bucket in group
         ]
         given = given_of(split, plan, self._batch)
-        beginning = LayerByLayer(self.host_gradients(), self.decide, given, global_grads=split.global_grads)
+        has_weights = bool(on_disk(tree.flatten(plan.params)))
+        gradients = self.layer_gradients(microbatch) if has_weights else self.host_gradients()
+        beginning = LayerByLayer(gradients, self.decide, given, global_grads=split.global_grads)
         return NvmeStep(plan, split, beginning, updates, store, cache_bytes=cache_bytes, is_marking=is_marking)
 
     def fused(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -154,7 +166,7 @@ class _Layered:
             denominator = denominator_of(count)
 
             def receive(grads: Leaves) -> Any:
-                squares.update(_square_sums(grads, denominator))
+                squares.update(zip(grads, square_sums(list(grads.values()), count), strict=True))
                 grads = {path: mean_gradient(g, denominator) for path, g in grads.items()}
                 waiting.update(grads)
                 for bucket in next(remaining):
@@ -167,7 +179,7 @@ class _Layered:
 
         key = jax.random.fold_in(step_key(self._seed, state.step), 0)
         total, count = self._backward(tree.flatten(state.params), state.model_state, batch, key, begin)
-        metrics, _ = self._metrics(total, count, self._norm(squares), batch, state)
+        metrics, _ = self._metrics(total, count, self._norm(squares, count), batch, state)
         return jax.device_put(chain.end(), shardings(self._plan)), metrics
 
     def gradients(
@@ -184,14 +196,9 @@ class _Layered:
         is_first = number == 0
 
         def begin(count: jax.Array) -> Receive:
-            denominator = denominator_of(sums[1] + count)
-
             def receive(own: Leaves) -> Any:
-                if self._accumulation_steps > 1:
-                    old = fetched({path: grads[path] for path in own}, plan, list(own.values()))
-                    own = {p: jnp.where(is_first, 0, old[p]) + g.astype(old[p].dtype) for p, g in own.items()}
-                    own = jax.lax.optimization_barrier(own)
-                squares.update(_square_sums(own, denominator))
+                own, found = self._added(own, {path: grads[path] for path in own}, is_first, sums[1] + count)
+                squares.update(found)
                 result.update(jax.device_put(own, {path: plan[path].sharding for path in own}))
                 marks.append([squares[path] for path in own])
                 return marks[-2] if len(marks) > 1 else []
@@ -200,7 +207,16 @@ class _Layered:
 
         key = jax.random.fold_in(step_key(self._seed, step), number)
         total, count = self._backward(tree.flatten(params), model_state, batch, key, begin)
-        return (sums[0] + total, sums[1] + count, self._norm(squares)), result
+        count += sums[1]
+        return (sums[0] + total, count, self._norm(squares, count)), result
+
+    def _added(self, own: Leaves, sums: Leaves, is_first: jax.Array, count: jax.Array) -> tuple[Leaves, Leaves]:
+        """(the sums of some gradients and those of the microbatches before, their squares summed up)"""
+        if self._accumulation_steps > 1:
+            old = fetched(sums, self._grads_plan, list(own.values()))
+            own = {p: jnp.where(is_first, 0, old[p]) + g.astype(old[p].dtype) for p, g in own.items()}
+            own = jax.lax.optimization_barrier(own)
+        return own, dict(zip(own, square_sums(list(own.values()), count), strict=True))
 
     def update(self, state: TrainState, batch: Any, sums: Any, grads: Leaves) -> tuple[TrainState, Metrics]:
         """From the gradients in host memory, bucket by bucket."""
@@ -254,9 +270,8 @@ class _Layered:
         metrics = step_metrics(mean, norm, count, finite, batch, self._plan)
         return metrics if self._lr is None else {**metrics, "lr": learning_rate(self._lr, state)}, finite
 
-    def _norm(self, squares: Leaves) -> jax.Array:
-        """In the order and behind the barrier of `global_norm`."""
-        return jnp.sqrt(sum(jax.lax.optimization_barrier([squares[p] for p in self._split.weights])))
+    def _norm(self, squares: Leaves, count: jax.Array) -> jax.Array:
+        return norm_of([squares[p] for p in self._split.weights], denominator_of(count))
 
     def _weights(self) -> Any:
         return self._plan.params if self._plan.master is None else self._plan.master
@@ -332,11 +347,6 @@ def _grads_plan(plan: TrainState, *, is_summed: bool) -> dict[str, Any]:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=shardings(x, "pinned_host") if x.ndim else x.sharding)
 
     return {path: struct(x) for path, x in tree.flatten(plan.params).items()}
-
-
-def _square_sums(sums: Leaves, denominator: jax.Array) -> Leaves:
-    """Of the mean gradients; see `mean_gradient_apart`."""
-    return {path: jnp.sum(jnp.square(mean_gradient_apart(g, denominator))) for path, g in sums.items()}
 
 
 def _no_gradient(path: str, after: Any) -> jax.Array:

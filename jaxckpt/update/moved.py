@@ -41,6 +41,20 @@ def host_buffers(step: Any) -> Buffers:
     return Buffers(sum(leaf_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in away), disks, cache)
 
 
+@dataclass(frozen=True)
+class DiskBytes:
+    """What a step of this process reads from local disks, and writes."""
+
+    read: int = 0
+    written: int = 0
+
+
+def disk_bytes(step: Any) -> DiskBytes:
+    """Of a step whose store need not be open."""
+    found = step.pipeline if isinstance(step, NvmeStep) else None
+    return DiskBytes(found.bytes_read, found.bytes_written) if found else DiskBytes()
+
+
 def moved_bytes(
     groups: Sequence[GroupSize], *, gradient_bytes: int, microbatches: int, is_marking: bool
 ) -> tuple[int, int]:
@@ -50,7 +64,7 @@ def moved_bytes(
     """
     # Forward and backward of each microbatch fetch a layer each, and a sum of gradients is fetched to be added to.
     layers = 2 * microbatches * off_device(groups, "params") + gradient_bytes * microbatches * (microbatches > 1)
-    marks = is_marking * sum(g.bytes_per_device for g in groups if g.tier == "nvme")
+    marks = is_marking * sum(g.bytes_per_device for g in stored(groups) if g.tier == "nvme")
     to_device = layers + fetched_by_update(groups, gradient_bytes) + marks
     return to_device, gradient_bytes * microbatches + off_device(groups)
 

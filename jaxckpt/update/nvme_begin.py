@@ -4,7 +4,7 @@ Either of a model whose parameters are on the device, in one program, or of one 
 gradients go to pinned host memory, and a second program decides.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -14,7 +14,8 @@ from jaxckpt.state.mesh import replicated
 from jaxckpt.state.plan import shardings
 from jaxckpt.state.train_state import TrainState
 from jaxckpt.update.disk_bucket import Begun, Leaves
-from jaxckpt.update.host_gradients import HostGradients, Scratch
+from jaxckpt.update.host_gradients import HostGradients, Scratch, Weights
+from jaxckpt.update.layer_programs import LayerGradients
 from jaxckpt.update.split import Split
 
 
@@ -42,11 +43,16 @@ def given_of(split: Split, state: TrainState, batch: Any) -> Given:
 
 class Beginning(Protocol):
     microbatches: int
-    """how often the program "gradients" runs in a step; the others run once"""
+    """how often those of the programs run in a step that are not in `once`"""
+    once: frozenset[str]
     given: Given
     """what `run` is given, abstract"""
     scratch_plan: Any
     """what `run` keeps from step to step, abstract, as for one microbatch"""
+    visits: Sequence[Sequence[str]]
+    """the leaves on disk, by path in the whole state, that the programs take in turn"""
+    activation_bytes: int
+    """of each device, kept from one of the programs to another"""
 
     def trace(self) -> tuple[dict[str, jax.stages.Traced], Begun]:
         """The programs by name, and what they leave, abstract."""
@@ -54,8 +60,10 @@ class Beginning(Protocol):
 
     def make_scratch(self) -> Any: ...
 
-    def run(self, programs: Mapping[str, Any], given: Given, scratch: Any) -> tuple[Begun, Any]:
-        """Runs the programs, in any form, and uses the scratch up: (what they leave, the scratch of the next step)."""
+    def run(self, programs: Mapping[str, Any], given: Given, scratch: Any, weights: Weights) -> tuple[Begun, Any]:
+        """Runs the programs, in any form, and uses the scratch up: (what they leave, the scratch of the next step).
+
+        `weights` gives the leaves of `visits`."""
         ...
 
 
@@ -63,7 +71,10 @@ class OneProgram:
     """`begin(*given)` -> Begun, with the gradients on the device."""
 
     microbatches = 1
+    once: frozenset[str] = frozenset()
     scratch_plan = ()
+    visits: Sequence[Sequence[str]] = ()
+    activation_bytes = 0
 
     def __init__(self, begin: Callable[..., Begun], plan: TrainState, given: Given) -> None:
         self._begin, self._plan, self.given = begin, plan, given
@@ -88,20 +99,28 @@ class OneProgram:
     def make_scratch(self) -> tuple[()]:
         return ()
 
-    def run(self, programs: Mapping[str, Any], given: Given, scratch: Any) -> tuple[Begun, tuple[()]]:
+    def run(self, programs: Mapping[str, Any], given: Given, scratch: Any, weights: Weights) -> tuple[Begun, tuple[()]]:
         return programs["gradients"](*given), ()
 
 
 class LayerByLayer:
-    """The programs of `HostGradients`, then `decide(step, shared, read, batch, sums, grads)` -> (what every bucket needs, the
+    """The programs of `HostGradients` or `LayerGradients`, then `decide(step, shared, read, batch, sums, grads)` -> (what every bucket needs, the
     next step, the new shared leaves, metrics). It gets those gradients alone that the global phase reads."""
 
+    once = frozenset({"norm", "global phase"})
+
     def __init__(
-        self, gradients: HostGradients, decide: Callable[..., Any], given: Given, *, global_grads: frozenset[str]
+        self,
+        gradients: HostGradients | LayerGradients,
+        decide: Callable[..., Any],
+        given: Given,
+        *,
+        global_grads: frozenset[str],
     ) -> None:
         self._gradients, self._decide, self.given = gradients, decide, given
         self._global_grads = sorted(global_grads)
         self.microbatches = gradients.microbatches
+        self.visits, self.activation_bytes = gradients.visits, gradients.activation_bytes
         self.scratch_plan = ([gradients.number_plan], gradients.sums_plan, gradients.grads_plan)
 
     def trace(self) -> tuple[dict[str, jax.stages.Traced], Begun]:
@@ -112,14 +131,16 @@ class LayerByLayer:
         jitted = jax.jit(self._decide, in_shardings=shardings(arguments), out_shardings=tuple(fields), donate_argnums=0)
         decided, step, shared, metrics = _with_shardings(jax.eval_shape(jitted, *arguments), tuple(fields))
         begun = Begun(first.grads_plan, decided, step, given.model_state, shared, metrics)
-        return {"gradients": first.trace(), "global phase": jitted.trace(*arguments)}, begun
+        return {**first.trace(), "global phase": jitted.trace(*arguments)}, begun
 
     def make_scratch(self) -> Scratch:
         return self._gradients.make_scratch()
 
-    def run(self, programs: Mapping[str, Any], given: Given, scratch: Scratch) -> tuple[Begun, Scratch]:
+    def run(
+        self, programs: Mapping[str, Any], given: Given, scratch: Scratch, weights: Weights
+    ) -> tuple[Begun, Scratch]:
         parts = (given.params, given.model_state, given.step, given.batch)
-        sums, grads = self._gradients.run(programs["gradients"], *parts, scratch)
+        sums, grads = self._gradients.run(programs, *parts, scratch, weights)
         decided, step, shared, metrics = programs["global phase"](*given[2:], sums, self._read(grads))
         return Begun(dict(grads), decided, step, given.model_state, shared, metrics), (*scratch[:2], grads)
 

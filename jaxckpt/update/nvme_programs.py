@@ -9,12 +9,13 @@ from jax.extend import core
 
 from jaxckpt.errors import PlanError, listed
 from jaxckpt.nvme.array import on_disk
-from jaxckpt.nvme.pipeline import Moved, Pipeline
+from jaxckpt.nvme.pipeline import Flow, Moved, Pipeline
 from jaxckpt.nvme.store import NvmeStore
 from jaxckpt.state import tree
 from jaxckpt.state.mesh import replicated
 from jaxckpt.state.train_state import TrainState
-from jaxckpt.update.disk_bucket import DiskBucket, Leaves, kind_of, struct_of
+from jaxckpt.update.compiling import Compiler, in_turn
+from jaxckpt.update.disk_bucket import DiskBucket, Leaves, struct_of
 from jaxckpt.update.nvme_begin import Beginning, given_of
 from jaxckpt.update.split import Split
 
@@ -34,8 +35,9 @@ def check_on_disk(split: Split, plan: TrainState) -> None:
         if path in split.global_weights
     ]
     problems += [
-        f"params/{path}: parameters cannot live on disk: place them in pinned_host, or on the device"
+        f"params/{path} is read by the optimizer before any bucket is updated: place the parameters in pinned_host"
         for path in on_disk(params)
+        if plan.master is None and path in split.global_weights
     ]
     if problems:
         raise PlanError("these leaves cannot be in the tier nvme:\n" + listed(problems))
@@ -61,7 +63,7 @@ class NvmeStep:
         """
         is_cpu = plan.step.sharding.mesh.devices.flat[0].platform == "cpu"
         self.plan, self.split, self.beginning, self.updates = plan, split, beginning, updates
-        self._cache_bytes, self._microbatches = cache_bytes, beginning.microbatches
+        self._cache_bytes = cache_bytes
         self._pipeline: Pipeline | None = None
         self.store, self.is_marking = store, not is_cpu if is_marking is None else is_marking
         self.moved: Moved | None = None
@@ -79,8 +81,11 @@ class NvmeStep:
     @property
     def pipeline(self) -> Pipeline:
         if self._pipeline is None:
-            buckets = [update.on_disk for update in self.updates]
-            self._pipeline = Pipeline(self.store, buckets, cache_bytes=self._cache_bytes)
+            buckets = [(*update.on_disk, *update.derived_on_disk) for update in self.updates]
+            derived = frozenset(path for update in self.updates for path in update.derived_on_disk)
+            self._pipeline = Pipeline(
+                self.store, buckets, visits=self.beginning.visits, unread=derived, cache_bytes=self._cache_bytes
+            )
         return self._pipeline
 
 
@@ -95,11 +100,18 @@ class Traced:
         self._marks = [update.trace_marks(whole) if step.is_marking else None for update in step.updates]
 
     @property
-    def programs(self) -> dict[str, jax.stages.Traced]:
-        """Those that a step begins with, and of the buckets, which differ in size alone, the largest."""
+    def parts(self) -> dict[str, tuple[jax.stages.Traced, int]]:
+        """{what it does: (the program, how often a step runs one like it)}; of the buckets, and of the layers, which differ in
+        size alone, the largest."""
         nbytes = lambda x: math.prod(x.shape) * x.dtype.itemsize
-        largest = max(self._updates, key=lambda traced: sum(map(nbytes, jax.tree.leaves(traced.args_info))))
-        return {**self._first, "update of a bucket": largest}
+        size = lambda traced: sum(map(nbytes, jax.tree.leaves(traced.args_info)))
+        alike: dict[str, list[jax.stages.Traced]] = {}
+        for name, traced in self._first.items():
+            alike.setdefault(name.partition("/")[0], []).append(traced)
+        beginning = self.step.beginning
+        times = lambda name: 1 if name in beginning.once else beginning.microbatches
+        first = {name: (max(found, key=size), times(name) * len(found)) for name, found in alike.items()}
+        return {**first, "update of a bucket": (max(self._updates, key=size), 1)}
 
     @property
     def jaxpr(self) -> Any:
@@ -109,9 +121,11 @@ class Traced:
         functions = {name: _function(traced) for name, traced in self._first.items()}
         updates = [_function(traced) for traced in self._updates]
         given = [[[struct_of(x) for x in part.values()] for part in (u.derived, u.old)] for u in self.step.updates]
+        first = beginning.given._replace(params=jax.tree.map(struct_of, beginning.given.params))
 
         def composed(first: Any, scratch: Any, given: list[Any]) -> list[Any]:
-            begun, _ = beginning.run(functions, first, scratch)
+            weights = _AtHand(beginning.visits, tree.flatten(first.params))
+            begun, _ = beginning.run(functions, first, scratch, weights)
             results = jax.tree.leaves(begun)
             for update, function, (derived, old) in zip(self.step.updates, updates, given, strict=True):
                 shared = [first.shared[p] for p in update.shared]
@@ -119,36 +133,27 @@ class Traced:
                 results += jax.tree.leaves(function(derived, begun.decided, shared, sums, old))
             return results
 
-        return jax.make_jaxpr(composed)(beginning.given, beginning.scratch_plan, given)
+        return jax.make_jaxpr(composed)(first, beginning.scratch_plan, given)
 
     def lower(self) -> "Lowered":
-        first = {name: traced.lower() for name, traced in self._first.items()}
-        return Lowered(self.step, first, list(zip(self._updates, self._marks, strict=True)))
+        return Lowered(self.step, self._first, list(zip(self._updates, self._marks, strict=True)))
 
 
 class Lowered:
     def __init__(
         self,
         step: NvmeStep,
-        first: Mapping[str, jax.stages.Lowered],
+        first: Mapping[str, jax.stages.Traced],
         updates: Sequence[tuple[jax.stages.Traced, jax.stages.Traced | None]],
     ) -> None:
         self._step, self._first, self._updates = step, first, updates
 
     def compile(self, options: Any = None) -> "Compiled":
-        """Compiles each program once, however many buckets it is that of."""
-        made: dict[Any, Any] = {}
-
-        def compiled(traced: jax.stages.Traced) -> Any:
-            key = kind_of(traced)
-            if key not in made:
-                made[key] = traced.lower().compile(options)
-            return made[key]
-
-        first = {name: lowered.compile(options) for name, lowered in self._first.items()}
+        """Compiles each program once, however many buckets or layers it is that of."""
+        compiled = Compiler(options)
+        first = {name: compiled(traced) for name, traced in self._first.items()}
         updates = [(compiled(update), compiled(marks) if marks else None) for update, marks in self._updates]
-        programs = {**first, **{f"of buckets, {i}": program for i, program in enumerate(made.values())}}
-        return Compiled(self._step, programs, updates)
+        return Compiled(self._step, dict(enumerate(compiled.programs)), first, updates)
 
 
 class Compiled:
@@ -157,8 +162,15 @@ class Compiled:
     `programs` are all of a step's, each once.
     """
 
-    def __init__(self, step: NvmeStep, programs: Mapping[str, Any], updates: Sequence[tuple[Any, Any]]) -> None:
+    def __init__(
+        self,
+        step: NvmeStep,
+        programs: Mapping[Any, Any],
+        first: Mapping[str, Any],
+        updates: Sequence[tuple[Any, Any]],
+    ) -> None:
         self._step, self.programs, self._updates = step, programs, updates
+        self._first = {name: lambda *args, run=run: in_turn(run(*args)) for name, run in first.items()}
         self._scratch: Any = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -167,20 +179,27 @@ class Compiled:
             leaf.check_current()
         given = given_of(step.split, state, batch)
         with step.pipeline.step() as flow:  # reads ahead while the gradient is computed
-            begun = self._begin(given)
+            begun = self._begin(given, flow)
             flow.follow(begun.decided)
             new: Leaves = {f"opt_state/{p}": x for p, x in begun.shared.items()}
-            for i, (update, (compute, mark)) in enumerate(zip(step.updates, self._updates, strict=True)):
-                old = {**{p: flat[p] for p in update.old}, **flow.take(i)}
+            n = len(step.beginning.visits)
+            for i, (update, (compute, mark)) in enumerate(zip(step.updates, self._updates, strict=True), n):
+                taken = flow.take(i)
+                old = {p: taken.get(p, flat[p]) for p in update.old}
                 sums = [begun.sums.pop(p) for p in update.weights]  # so that they make room when they are used
-                derived = [flat[p] for p in update.derived]
+                derived = [taken.get(p, flat[p]) for p in update.derived]
+                del taken
                 arguments = (derived, begun.decided, list(given.shared.values()), sums, list(old.values()))
-                results, derived = _in_turn(compute(*arguments))
+                results, derived = in_turn(compute(*arguments))
                 results = dict(zip(update.old, results, strict=True))
                 stored = {p: results.pop(p) for p in update.on_disk}
-                marks = _in_turn(mark(list(stored.values()))) if mark else [None] * len(stored)
-                flow.put(i, stored, dict(zip(stored, marks, strict=True)))
-                new |= results | dict(zip(update.derived, derived, strict=True))
+                marks = in_turn(mark(list(stored.values()))) if mark else [None] * len(stored)
+                marks = dict(zip(stored, marks, strict=True))
+                results |= dict(zip(update.derived, derived, strict=True))
+                # No snapshot holds these, so that nobody asks for their marks.
+                stored |= {p: results.pop(p) for p in update.derived_on_disk}
+                flow.put(i, stored, {**dict.fromkeys(stored), **marks})
+                new |= results
                 del arguments, old, stored
             arrays, step.moved = flow.finish()
         new |= arrays
@@ -196,24 +215,26 @@ class Compiled:
             begun.metrics,
         )
 
-    def _begin(self, given: Any) -> Any:
+    def _begin(self, given: Any, flow: Flow) -> Any:
         beginning = self._step.beginning
         scratch = beginning.make_scratch() if self._scratch is None else self._scratch
         # Donated from here on; a call that fails leaves no buffers behind.
         self._scratch = None
-        begun, self._scratch = beginning.run(self.programs, given, scratch)
-        return _in_turn(begun)
+        begun, self._scratch = beginning.run(self._first, given, scratch, flow)
+        return begun
 
 
-def _in_turn(results: Any) -> Any:
-    """The results of one of the programs of a step; on the CPUs of several processes not before they are there.
+class _AtHand:
+    """Weights that are there without a disk, while the whole step is traced."""
 
-    There the programs under way share a pool of threads and wait in it for the other processes, which may have begun with
-    another one of them. A GPU runs them one after the other.
-    """
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        jax.block_until_ready(results)
-    return results
+    def __init__(self, visits: Sequence[Sequence[str]], params: Mapping[str, Any]) -> None:
+        self._visits, self._params = visits, params
+
+    def take(self, i: int) -> Leaves:
+        return {path: self._params[path.removeprefix("params/")] for path in self._visits[i]}
+
+    def release(self, i: int, after: Any) -> None:
+        del i, after
 
 
 def _function(traced: jax.stages.Traced) -> Callable[..., Any]:

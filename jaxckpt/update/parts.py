@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxckpt.errors import PlanError, listed
-from jaxckpt.models.layers import Layers
+from jaxckpt.models.layers import Layers, rounded
 from jaxckpt.state import tree
 from jaxckpt.state.mesh import replicated
 from jaxckpt.state.plan import shardings
@@ -85,12 +85,12 @@ def make_parts(
         def embed(weights: Leaves, batch: Any) -> tuple[Any, Any, Any]:
             (x, context), streams = call(rest, weights, lambda m: layers.embed(m, batch))
             _check_floating(x, f"x of {layers.path}/0")
-            return x, context, streams
+            return rounded(x), context, streams
 
         def layer(i: int, weights: Leaves, x: Any, context: Any) -> Any:
             x, _ = call(pieces[i], weights, lambda m: layers.layer(m, x, context))
             _check_floating(x, f"what {layers.path}/{i} returns")
-            return x
+            return rounded(x)
 
         def head(weights: Leaves, x: Any, batch: Any, streams: Any) -> tuple[jax.Array, jax.Array]:
             loss = lambda module, batch: layers.head(module, x, batch)

@@ -25,7 +25,7 @@ class TwoPrograms:
     def __init__(self, gradients: HostGradients, update: Callable[..., Any]) -> None:
         plan, batch = gradients.plan, gradients.batch
         whole = replicated(plan.step.sharding.mesh)
-        self.gradients, self._microbatches, self._compiled = gradients, gradients.microbatches, None
+        self.gradients, self._compiled = gradients, None
         self._update = jax.jit(
             update,
             in_shardings=(shardings(plan), shardings(batch), whole, shardings(gradients.grads_plan)),
@@ -36,7 +36,7 @@ class TwoPrograms:
 
     def trace(self, plan: TrainState, batch: Any) -> "Traced":
         update = self._update.trace(plan, batch, self.gradients.sums_plan, self.gradients.grads_plan)
-        return Traced(self, {"gradients": self.gradients.trace(), "update": update})
+        return Traced(self, {**self.gradients.trace(), "update": update})
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         if self._compiled is None:
@@ -46,7 +46,7 @@ class TwoPrograms:
     def run(self, programs: Any, state: TrainState, batch: Any, scratch: Scratch) -> tuple[Any, Scratch]:
         """((new state, metrics), the scratch of the next step). `programs` are both, in any form."""
         parts = (state.params, state.model_state, state.step)
-        sums, grads = self.gradients.run(programs["gradients"], *parts, batch, scratch)
+        sums, grads = self.gradients.run(programs, *parts, batch, scratch)
         return programs["update"](state, batch, sums, grads), (*scratch[:2], grads)
 
 
@@ -56,7 +56,15 @@ class Traced:
 
     step: TwoPrograms
     programs: Mapping[str, Any]
-    """"gradients" and "update", traced; a step runs the first once a microbatch, then the second"""
+    """"gradients" and "update", traced"""
+
+    @property
+    def parts(self) -> dict[str, tuple[Any, int]]:
+        """{what it does: (the program, how often a step runs it)}"""
+        return {
+            name: (p, self.step.gradients.microbatches if name == "gradients" else 1)
+            for name, p in self.programs.items()
+        }
 
     @property
     def jaxpr(self) -> Any:
