@@ -44,16 +44,12 @@ class Layers:
 
 
 def rounded(x: X) -> X:
-    """`x` as its dtype holds it, also to whoever reads it within the same compiled program.
+    """The bfloat16 arrays of `x` as bfloat16 holds them, also to whoever reads them within the same compiled program.
 
     XLA leaves out the conversions between a float32 sum in bfloat16 and the next float32 product, and so a layer would read
     other bits than it finds where x has been in memory: where the layer is computed again, or is a program of its own.
     """
-
-    def one(x: jax.Array) -> jax.Array:
-        if x.dtype.itemsize >= 4:
-            return x
-        kind = jnp.finfo(x.dtype)
-        return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant).astype(x.dtype)
-
-    return jax.tree.map(one, x)
+    bits = jnp.finfo(jnp.bfloat16)
+    cut = lambda x: jax.lax.reduce_precision(x.astype(jnp.float32), bits.nexp, bits.nmant).astype(x.dtype)
+    # Not float16: `reduce_precision` would make zeros of its smallest numbers.
+    return jax.tree.map(lambda x: cut(x) if x.dtype == jnp.bfloat16 else x, x)
