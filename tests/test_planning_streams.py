@@ -7,9 +7,11 @@ import pytest
 
 from jaxckpt.errors import PlanError
 from jaxckpt.planning.budget import Budget, Needs
+from jaxckpt.planning.choosing import device_parts
 from jaxckpt.planning.gpu import GpuPlan
 from jaxckpt.planning.hlo import HostCopy, HostUse
 from jaxckpt.planning.report import A_BUCKET, Saving, Traffic, host_use, state_groups, traffic_of
+from jaxckpt.planning.subject import Subject
 from jaxckpt.state import tree
 from jaxckpt.state.memory import GroupSize, leaf_bytes
 from jaxckpt.state.nvme import tier_of
@@ -137,26 +139,35 @@ def test_with_parameters_away_and_anything_on_a_disk_a_budget_counts_the_gradien
     assert summed == on_disk, "they are there anyway"
 
 
-def test_a_budget_puts_parameters_on_disks_last_and_counts_their_largest_layer():
+@pytest.mark.parametrize(("layers", "in_memory"), [(6, 0), (1, 5)])
+def test_a_budget_puts_parameters_on_disks_last_and_counts_their_largest_layer(layers, in_memory):
     plan = state_of([4 * BIG] * 12)
-    of_layers = lambda group: {
-        "layers": {str(i): {w: group[w] for w in (f"w{2 * i}", f"w{2 * i + 1}")} for i in range(6)}
-    }
+    names = [[f"w{i}" for i in range(12) if i * layers // 12 == layer] for layer in range(layers)]
+    of_layers = lambda group: {"layers": {str(i): {w: group[w] for w in own} for i, own in enumerate(names)}}
     moments = {**plan.opt_state, **{k: of_layers(plan.opt_state[k]) for k in ("mu", "nu")}}
-    plan = dataclasses.replace(
-        plan, params=of_layers(plan.params), master=of_layers(plan.master), opt_state=moments
-    )  # fmt: skip
+    plan = dataclasses.replace(plan, params=of_layers(plan.params), master=of_layers(plan.master), opt_state=moments)
     device = choose(plan, Budget(), Needs()).device_bytes // 3
     weight = 4 * BIG  # bytes of one in bfloat16 on each of two devices, half of it
-    # Gradients, and four slots: of a layer's two weights in bfloat16, or of one weight with all that is updated with it.
-    least = 2 * (12 * weight + 4 * 7 * weight)
+    # Gradients, and four slots of one weight with all that is updated with it: 7 times as much. More than 7 weights of one
+    # layer on disks would take more room while they are read than they take in memory.
+    least = 2 * (12 + in_memory + 4 * 7) * weight
     found = choose(plan, Budget(device, host=least, nvme=None), Needs())
-    assert (found.placement.params, found.placement.master, found.placement.opt_state) == ("nvme",) * 3
-    assert found.host_bytes == least and not totals(plan, found.placement)["pinned_host"]
+    tiers = [found.placement.tier(path, x) for path, x in tree.flatten(plan).items() if x.ndim]
+    assert found.host_bytes == least and tiers.count("pinned_host") == in_memory
+    assert tiers.count("nvme") == 4 * 12 - in_memory
     more = choose(plan, Budget(device, host=least + 2 * weight, nvme=None), Needs()).placement
-    assert [more.tier(path, x) for path, x in tree.flatten(plan).items()].count("pinned_host") == 1
+    assert [more.tier(path, x) for path, x in tree.flatten(plan).items()].count("pinned_host") == in_memory + 1
     with pytest.raises(PlanError, match=rf"budget.host of {least:,} bytes"):
         choose(plan, Budget(device, host=least - 1, nvme=None), Needs())
+
+
+def test_what_flows_between_the_programs_of_the_layers_is_on_the_device_with_each_of_them():
+    plan = state_of([BIG])
+    programs = {"layer": program(), A_BUCKET: program()}
+    subject = Subject(plan, {"tokens": plan.params["w0"]}, Placement(), {})
+    without = device_parts(subject, programs)["state elsewhere"]
+    kept = device_parts(dataclasses.replace(subject, activation_bytes=100), programs)
+    assert kept["state and activations elsewhere"] == without + 100 > 100
 
 
 def test_on_the_cpu_a_program_runs_beside_all_that_it_is_not_given(tmp_path):
