@@ -16,6 +16,7 @@ from jaxckpt.models.layers import Layers
 from jaxckpt.state.mesh import batch_sharding
 from jaxckpt.state.plan import Placement, make_plan, shardings, unannotated
 from jaxckpt.state.train_state import take_apart
+from jaxckpt.update.gradients import square_sums
 from jaxckpt.update.layer_buckets import make_layer_buckets
 from jaxckpt.update.layered import make_layered_step
 from jaxckpt.update.split import split_update
@@ -195,6 +196,18 @@ def test_a_wide_llama_in_bfloat16_has_the_same_bits_whether_or_not_its_layers_ar
     args = {"compute_dtype": "bfloat16", "fsdp": fsdp, "rules": llama.SHARDING_RULES, "loss": llama.loss}
     (plain, layered), _ = ends_of(lambda rngs: llama.Llama(config, rngs=rngs), llama.LAYERS, batches, **args)
     assert not differing(plain, layered)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (8, 16), (128, 128)])
+def test_a_gradient_is_added_up_alike_whatever_else_the_program_computes(shape):
+    """Left to XLA, it is not on processors with AVX-512."""
+    rng = np.random.default_rng(0)
+    make = lambda g, count: jnp.tanh(g / count.astype(jnp.float32))
+    within = jax.jit(lambda g, count: square_sums([make(g, count)], count))
+    alone = jax.jit(lambda g, count: square_sums([g], count))
+    for _ in range(10):
+        g, count = jnp.asarray(rng.normal(size=shape), jnp.float32), jnp.int32(7)
+        assert within(g, count) == alone(jax.jit(make)(g, count), count)
 
 
 def test_a_run_is_warned_where_moving_its_parameters_changes_bits():

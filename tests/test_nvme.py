@@ -434,6 +434,16 @@ def test_an_error_of_the_update_itself_ends_the_step_and_leaves_no_thread_at_wor
         check(store, 2)
 
 
+def test_an_error_in_a_thread_ends_the_step_at_once(tmp_path, monkeypatch):
+    with streaming(tmp_path, visits=[("master/b",)], steps=1, wait_s=20) as (store, pipeline):
+        with monkeypatch.context() as patched:
+            patched.setattr(store.rooms, "give", lambda rooms: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                step(pipeline)
+        step(pipeline)
+        check(store, 2)
+
+
 def test_a_disk_that_is_too_slow_is_named_with_the_seconds(tmp_path):
     with streaming(tmp_path, steps=1) as (_, pipeline):
         pipeline.wait_s = 1e-6
